@@ -11,6 +11,9 @@ Failures and their mitigation
   idle connection as often. No connection outlives its peer by hours.
 * *No descriptors are left.* ``accept`` would fail with EMFILE in every turn, so the listener pauses for a moment.
 * *A service raises.* The loop logs the traceback and closes that connection only. But a CorruptionError ends the loop.
+* *A timer raises.* That ends the loop, as it does not know what was left half done: a worker's successor recovers its
+  arena, a stream has none, and a manager begins again with the state that it has stored. With a supervisor all its
+  arenas would go. So its loop is ``lasting``: it logs the traceback and goes on with the next timer.
 
 Cost per request without contention: one ``epoll_wait``, one ``recv`` and one ``send``.
 """
@@ -28,7 +31,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..errors import CorruptionError, line_about
+from ..errors import CorruptionError, LocalProtocolError, SimmError, line_about
 from .admission import HELLO_BYTES_MAX, HELLO_S, LogLimit, Strangers, descriptor_limit, origin_of
 from .listeners import OutOfDescriptors, accepted, tune
 from .peer import LAG_S, READ_BYTES, STALL_S, Peer, Service
@@ -43,10 +46,14 @@ PeerMaker = Callable[["Loop", socket.socket, Service, str], Peer]  # a Peer, or 
 
 
 class Loop:
-    """A selector loop with listeners, peers, timers and watched descriptors."""
+    """A selector loop with listeners, peers, timers and watched descriptors.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    ``lasting``: a timer that fails by a mistake in SiMM is counted and logged, and does not end it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, lasting: bool = False) -> None:
         self.clock = clock
+        self._lasting = lasting
         self.now = clock()
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.peers: set[Peer] = set()
@@ -189,7 +196,15 @@ class Loop:
                 peer._parse()
         timers = self._timers
         while timers and timers[0][0] <= self.now:
-            heapq.heappop(timers)[2]()
+            due = heapq.heappop(timers)[2]
+            try:
+                due()
+            except Exception as exc:
+                # What is raised on purpose is for whoever runs the loop, but for a message that cannot be packed.
+                if not self._lasting or (isinstance(exc, SimmError) and not isinstance(exc, LocalProtocolError)):
+                    raise
+                log.exception("a timer failed")
+                self.handler_errors += 1
         return len(events)
 
     def stop_listening(self) -> None:

@@ -85,10 +85,10 @@ class Reporter:
         self._due = False
         if not self._wanted():
             return  # the next connection's manager may ask again
+        self._due = True
+        self._loop.call_later(self._interval_s, self._send)  # first, so that a report which fails is not the last one
         if self._membership.joined:
             self._membership.request(self.report(), lambda _msg, _status: None)
-        self._due = True
-        self._loop.call_later(self._interval_s, self._send)
 
     def report(self) -> R.Report:
         """Return a report. O(workers x namespaces)."""
