@@ -6,7 +6,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import yaml
@@ -61,6 +61,17 @@ def test_the_alerts_are_those_of_the_servers_of_the_release(tmp_path: Path) -> N
         subprocess.run([PROMTOOL, "check", "rules", str(tmp_path / "rules.yml")], check=True, capture_output=True)
 
 
+def relabelled(endpoint: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, str]:
+    """Return what an endpoint's rules make of a sample's labels, as Prometheus does."""
+    found = dict(labels)
+    for rule in endpoint["metricRelabelings"]:
+        if rule.get("action") == "labeldrop":
+            found = {name: value for name, value in found.items() if not re.fullmatch(rule["regex"], name)}
+        elif match := re.fullmatch(rule["regex"], ";".join(found.get(name, "") for name in rule["sourceLabels"])):
+            found[rule["targetLabel"]] = match[1]
+    return found
+
+
 @needs_helm
 def test_issue_no_label_of_the_operator_takes_the_place_of_a_metrics_own() -> None:
     """The operator gives each target the labels ``namespace`` and ``endpoint``, which are labels of SiMM's metrics too.
@@ -76,7 +87,13 @@ def test_issue_no_label_of_the_operator_takes_the_place_of_a_metrics_own() -> No
     ]
     assert len(endpoints) == 4
     for endpoint in endpoints:
-        assert endpoint["honorLabels"] is True
+        assert "honorLabels" not in endpoint, "a page could forge the labels by which releases are told apart"
+        assert relabelled(endpoint, {"exported_namespace": "tenant", "namespace": "team", "release": "west"}) == {
+            "namespace": "tenant", "release": "west",
+        }  # fmt: skip
+        assert relabelled(endpoint, {"exported_endpoint": "tcp://a:1", "endpoint": "http"}) == {"endpoint": "tcp://a:1"}
+        plain = {"namespace": "team", "endpoint": "http"}
+        assert relabelled(endpoint, plain) == plain, "of a metric without such labels"
         added = {each["targetLabel"] for each in endpoint["relabelings"]}
         assert {"job", "release", "kubernetes_namespace"} == added and not added & own
     for group in one(documents, "PrometheusRule")["spec"]["groups"]:
