@@ -29,7 +29,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -71,6 +71,8 @@ from .vault import Vault, take_over
 #: Causes of failed puts: the keys of ``put_failures``.
 BAD_REQUEST, WRONG_OWNER, STALE_GRANT = "bad_request", "wrong_owner", "stale_grant"
 TABLE_FULL, NO_ROOM, OVER_QUOTA, OLD_EPOCH = "table_full", "no_room", "over_quota", "old_epoch"
+#: What a recovery raises for want of memory, descriptors or threads, whatever slots say. The next one may have them.
+_LACKING: Final = (MemoryError, OSError, RuntimeError)
 
 
 class Store:
@@ -165,14 +167,15 @@ class Store:
         """Take over a dead worker's arena. The caller holds its writer lock.
 
         ``vault``: what a predecessor has left in it outranks the arena; an empty one takes over what the arena says.
-        Raise SegmentError for a foreign or closed arena. O(slots + ledger lines).
+        Raise SegmentError for a foreign or closed arena, and MemoryError, OSError and RuntimeError for what the system
+        lacks: all values are still there then. O(slots + ledger lines).
         """
         geometry, incarnation = take_over(mm, name, vault)
         store = cls(mm, geometry, incarnation, policy, vault, shares)
         try:
             store._rebuild()
         except Exception as exc:
-            if vault is None or isinstance(exc, MemoryError):
+            if vault is None or isinstance(exc, _LACKING):
                 raise
             # What the slots say may change while they are read. Without them nothing is left that can be wrong.
             store = cls(mm, geometry, incarnation, policy, vault, shares)

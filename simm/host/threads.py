@@ -35,7 +35,7 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
     """Call ``beat`` from a thread every ``BEAT_S`` within the block, for ``BEATS_S_MAX`` at most.
 
     A sort of 10^7 entries is one call of numpy, which takes seconds. It holds no interpreter lock, so a thread beats
-    meanwhile. A process that is stopped or has ended does not.
+    meanwhile. A process that is stopped or has ended does not. Where no thread can be started, nothing beats.
     """
     ended = threading.Event()
     until = time.monotonic() + BEATS_S_MAX
@@ -45,12 +45,15 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
             beat()
 
     thread = threading.Thread(target=run, name="simm-beat", daemon=True)
-    thread.start()
+    # Without threads to spare nothing beats: what is done in the block matters more.
+    with contextlib.suppress(RuntimeError):
+        thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        if thread.ident is not None:  # it was started
+            thread.join()
 
 
 class Closer:

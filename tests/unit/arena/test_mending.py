@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from simm.arena.layout import HEADER_BYTES, HEADER_WORDS, SHARDS_BYTES, Geometry, State, Word
+from simm.arena.ledger import Ledger
 from simm.arena.sessions import Session
 from simm.arena.space import Space
 from simm.arena.store import Store
@@ -16,6 +18,7 @@ from simm.arena.vault import Mender, Vault
 from simm.constants import SHARD_COUNT, SLOT_BYTES
 from simm.errors import CorruptionError, SimmError
 from simm.ipc.arena_files import OwnedArena
+from simm.table import Table
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import FROZEN, MOVING
 from tests.support.consistency import check
@@ -225,6 +228,35 @@ def test_a_recovery_that_fails_starts_without_entries(owner: Owner, monkeypatch:
     assert any("all entries dropped" in note for note in owner.store.notes)
     assert set(owner.session.grants) == {number for number, *_ in grants}, "clients may write there still"
     owner.goes_on()
+
+
+def test_issue_without_threads_a_recovery_keeps_all_entries(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's successor could not start the thread that beats, and emptied the arena for that."""
+
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    owner.successor()
+    assert owner.found() == len(KEYS) and not owner.store.notes
+
+
+@pytest.mark.parametrize("step", [(Table, "live"), (Ledger, "recover"), (Table, "recover")], ids=repr)
+@pytest.mark.parametrize("lacking", [MemoryError(), OSError(24, "no descriptor"), RuntimeError("no thread")], ids=repr)
+def test_issue_what_the_system_lacks_costs_no_entry(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], lacking: Exception
+) -> None:
+    """The recovery fails, and the next one has all. Control, above: what the slots may have caused empties them."""
+
+    def fail(_self: object, *_arguments: object) -> None:
+        raise lacking
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*step, fail)
+        with pytest.raises(type(lacking)):
+            owner.successor()
+    owner.successor()
+    assert owner.found() == len(KEYS) and not owner.store.notes
 
 
 def test_the_end_of_a_successor_without_a_vault(owner: Owner) -> None:
