@@ -146,10 +146,7 @@ class WorkerSessionKeeper:
         if self.state is State.CONNECTING:
             if self._maker is not None and self._maker.is_alive():
                 return None
-            self._maker = None
-            self.state = State.DOWN
-            self._retry_at = now + self._retry_s * random.uniform(0.5, 1.0)
-            self._retry_s = min(RETRY_S[1], self._retry_s * 2)
+            self._back_off(now)
         elif now >= self._retry_at:
             if self.reader is None:
                 self._make()
@@ -157,7 +154,11 @@ class WorkerSessionKeeper:
             else:
                 self.state = State.CONNECTING
                 self._maker = threading.Thread(target=self._make, name="simm-worker-session", daemon=True)
-                self._maker.start()
+                try:
+                    self._maker.start()
+                except RuntimeError as exc:  # no more threads: reads go on, and the next try is later
+                    log.warning("worker at %s: %s", self.uds, exc)
+                    self._back_off(now)
                 return None
         made, self._made = self._made, None
         if made is not None and made.broken:
@@ -169,7 +170,8 @@ class WorkerSessionKeeper:
             made.read_by(self.reader)
         else:
             # Page faults in the middle of transfers halve their speed. They are taken ahead, with the GIL released.
-            threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no more threads: slower at first
+                threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
             self._numbers.clear()
             self._lister = None
         self._withdrawn = None
@@ -178,6 +180,13 @@ class WorkerSessionKeeper:
         self._retry_s = RETRY_S[0]
         self._retry_at = 0.0
         return made
+
+    def _back_off(self, now: float) -> None:
+        """Try again later, as the last try has brought no session."""
+        self._maker = None
+        self.state = State.DOWN
+        self._retry_at = now + self._retry_s * random.uniform(0.5, 1.0)
+        self._retry_s = min(RETRY_S[1], self._retry_s * 2)
 
     def _silent_s(self, session: WorkerSession) -> float:
         """Return for how long a withdrawn request in the ring has not been answered; 0 without one.

@@ -21,6 +21,7 @@ from simm.server.worker_session import WorkerSessionKeeper
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.held_files import maps
+from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
 WAIT_S = 20.0
@@ -140,6 +141,38 @@ def test_over_a_workers_death_reads_go_on(makers: list[str]) -> None:
         assert reader is first.reader and reader.contains(DIGEST)
         worker.start()
         assert again(keeper) is not first and keeper.statuses(M.Exists([DIGEST])) == [Status.OK]
+        keeper.close()
+
+
+def test_issue_without_threads_a_keeper_goes_on(makers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first session and reads need none, and another session is made when there are threads again.
+
+    A stream ended, with all connections of its clients.
+    """
+    start, refused, scarce = threading.Thread.start, [], [True]
+
+    def start_some(self: threading.Thread) -> None:
+        if scarce[0] and self.name in ("simm-worker-session", "simm-populate"):
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with WorkerThread() as worker:
+        put(worker, b"value")
+        keeper = WorkerSessionKeeper(worker.path)
+        again(keeper)
+        assert refused == ["simm-populate"]
+        worker.die()
+        wait_until(lambda: keeper.maintain() == 0 and refused.count("simm-worker-session") > 1, "it tries again")
+        assert keeper.state is worker_session.State.DOWN and keeper.session is None
+        assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE]
+        reader = keeper.arena()
+        assert reader is not None and reader.contains(DIGEST)
+        scarce[0] = False
+        worker.start()
+        again(keeper)
+        assert keeper.statuses(M.Exists([DIGEST])) == [Status.OK]
         keeper.close()
 
 
