@@ -17,8 +17,10 @@ Stop
 At SIGTERM or SIGINT the supervisor leaves the cluster, ends streams and endpoints, then workers, stores *closed*, and
 removes segments and sockets. Before LEAVE the workers give their shards up: the next owners accept mutations as soon
 as LEAVE has arrived, while a reader with an old map may still look here. With ``--warm`` the segments stay, marked
-*suspended*, for the next start under this name. After SIGKILL the kernel ends the children; the next start removes the
-segments, which are leftovers then.
+*suspended*, for the next start under this name. A worker marks its own. Where none serves, as one recovers, has just
+died or does not end in time, the supervisor does it (``arena/vault.py``). After SIGKILL the kernel ends the children;
+the next start removes the segments, which are leftovers then. A worker that is told to end by anybody else leaves its
+arena open, as after a crash, for its successor.
 """
 
 from __future__ import annotations
@@ -55,12 +57,7 @@ from .net.token_watch import watch_tokens
 from .rpc import Flag
 from .server import children, migration
 from .server.arena_stock import ArenaStock
-from .server.children import (
-    STATS_ID,
-    Children,
-    HangWatch,
-    WorkerSlot,
-)  # fmt: skip
+from .server.children import STATS_ID, Children, WorkerSlot, pause_after
 from .server.membership import JOIN_TIMEOUT_S, Membership
 from .server.operators.admin import open_admin
 from .server.operators.pages import DataServerPages
@@ -68,6 +65,7 @@ from .server.operators.reports import Reporter
 from .server.options import DataServerOptions, options_from
 from .server.rdma_supervisor import Endpoints
 from .server.slots.growth import Growth
+from .server.slots.hang_watch import HangWatch
 from .server.slots.opening import UNRECOVERED, Opener
 from .wire import messages as M
 from .wire.epoch_messages import NamespaceEpoch
@@ -95,7 +93,7 @@ class DataServer:
     """The supervisor. Construct, :meth:`start`, :meth:`run`; :meth:`stop` cleans up."""
 
     def __init__(self, options: DataServerOptions, notify: Notifier | None = None) -> None:
-        self.options, self.notify, self.loop = options, notify or Notifier(), Loop()
+        self.options, self.notify, self.loop = options, notify or Notifier(), Loop(lasting=True)
         secret = new_secret()
         self.instance = instance_of(options.name, secret)
         self.slots: list[WorkerSlot] = []
@@ -249,8 +247,9 @@ class DataServer:
                 ended = stream.ended()
                 if ended is not None and not self._stopping:
                     slot.deaths["stream"] += 1
-                    log.error("%s (process %d) died%s: restarting", stream.name, ended.pid, ended.cause)
-                    stream.start_or_retry()
+                    pause_s = pause_after(stream.fruitless)
+                    log.error("%s (process %d) died%s: restarting%s", stream.name, ended.pid, ended.cause, _in(pause_s))
+                    self.children.or_later(stream.start, pause_s)
 
     def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
         slot.worker_died(child.code, time.monotonic())
@@ -271,8 +270,10 @@ class DataServer:
             name = slot.segment.name
             self.give_up(f"worker {slot.number} cannot recover its arena {name}: start again, which will be cold")
             return
-        log.error("worker %d (process %d) died%s: restarting it on its arena", slot.number, child.pid, child.cause)
-        self.children.or_later(partial(self.start_worker, slot))
+        pause_s = pause_after(slot.fruitless)
+        text = "worker %d (process %d) died%s: restarting it on its arena%s"
+        log.error(text, slot.number, child.pid, child.cause, _in(pause_s))
+        self.children.or_later(partial(self.start_worker, slot), pause_s)
 
     def _start_cold(self, slot: WorkerSlot) -> None:
         """Replace a worker's segment that cannot be recovered. No manager knows this server yet."""
@@ -480,6 +481,9 @@ class DataServer:
         made = [slot for slot in self.slots if slot.tcp is not None]  # else a start failed before them
         workers = [slot.worker.child for slot in made if slot.worker.child is not None]
         end_children([child for child in self._processes() if child not in workers], STOP_S / 3)
+        for slot in made:
+            if not slot.ready:  # it would end when it has recovered its arena, and is not needed for what is left to do
+                slot.worker.kill()
         end_children(workers, STOP_S)
         for each in self._shared:
             if isinstance(each, NamedSocket) and self._lock is not None and self._lock.held:
@@ -488,7 +492,9 @@ class DataServer:
         for slot in self.slots:
             try:
                 kept = self.options.warm and not self.member.displaced
-                if not (kept and self.stock.keep(slot.segment)):
+                # What ends its workers again and again is kept only as it has been found.
+                vault = None if slot.unrecovered or slot.hopeless() else slot.vault
+                if not (kept and self.stock.keep(slot.segment, vault, self.member.order(slot.number))):
                     segments.store_closed(slot.segment.name)
                     slot.segment.unlink()
             except SimmError as exc:
@@ -540,6 +546,10 @@ class DataServer:
         until = time.monotonic() + seconds
         while not condition() and (left := until - time.monotonic()) > 0:
             self.loop.run_once(min(left, 0.05))
+
+
+def _in(pause_s: float) -> str:
+    return f" in {pause_s:.1f} s" if pause_s else ""
 
 
 _join_ms: Final = duration_in("ms", 1, 86_400_000)

@@ -9,7 +9,9 @@ word. Slots must lie there, as readers look at them. What decides about ownershi
 
 The supervisor makes the vault before it forks the first worker: anonymous memory that its children share, and that has
 no name and no descriptor. It ends with the data server. So a suspended arena is complete: :meth:`Vault.save` writes all
-of it there at a clean stop, and the next server's worker takes it over with :meth:`Vault.load`.
+of it there at a clean stop, and the next server's worker takes it over with :meth:`Vault.load`. Where a worker dies
+before that, the supervisor saves what it has left (:func:`suspend`): the next server's worker recovers the arena from
+that as the dead one's successor would have done.
 
 Mending
 -------
@@ -35,6 +37,7 @@ from typing import Final, Protocol
 
 from ..errors import SegmentError
 from ..table import Table
+from ..wire.messages import Shards
 from .layout import (
     HEADER_BYTES,
     HEADER_WORDS,
@@ -152,6 +155,46 @@ def take_over(mm: mmap.mmap, name: str, vault: Vault | None) -> tuple[Geometry, 
         if vault is not None:
             vault.show_header(words)
     return geometry, incarnation
+
+
+def is_newer(order: Shards | None, epoch: int) -> bool:
+    """Return whether an order is that of a map, and a newer one than that of ``epoch``."""
+    return order is not None and bool(order.since) and order.epoch > epoch
+
+
+def suspend(mm: mmap.mmap, name: str, vault: Vault, order: Shards | None = None) -> bool:
+    """Suspend an arena without a worker, as that would have done. Return False if it has nothing to be kept.
+
+    ``order``: what the newest map means for the worker. What it takes away is given up, as the next server will say
+    that its arenas know that map. What it gives waits for the next server's first map: a word over entries that are
+    still to be dropped would make them valid again.
+
+    A death at any point leaves an arena that is not suspended, unless it was when this began and nothing has changed.
+    Raise SegmentError for a foreign arena. O(shards + ledger lines).
+    """
+    with memoryview(mm) as whole, whole[:HEADER_BYTES].cast("Q") as words:
+        header = vault.header
+        if not vault.filled:  # no worker has taken it over
+            if words[Word.STATE] != State.SUSPENDED:
+                return False
+            if not is_newer(order, words[Word.EPOCH]):
+                return True
+            vault.load(mm, Geometry.read(words, laid_out(len(mm)), name))
+        if header[Word.STATE] == State.CLOSED or not header[Word.CLUSTER]:
+            return False
+        if order is not None and order.since and order.cluster != header[Word.CLUSTER]:
+            return False
+        newer = order if is_newer(order, header[Word.EPOCH]) else None
+        if newer is None and words[Word.STATE] == State.SUSPENDED:
+            return True
+        # Not before all of it is there.
+        header[Word.STATE] = words[Word.STATE] = State.OPEN
+        if newer is not None:
+            ShardWords(vault.shards).retire(newer.epoch, newer.since, newer.roles)
+            header[Word.EPOCH] = newer.epoch
+        vault.save(whole)
+        header[Word.STATE] = words[Word.STATE] = State.SUSPENDED
+    return True
 
 
 class Mended(Protocol):

@@ -166,8 +166,9 @@ class Child:
         self.pid = pid
         self.sock = sock
         self.peer: Peer | None = None
-        #: Its exit code once it has ended; negative for a signal.
+        #: Its exit code once it has ended, negative for a signal; and the processor time that it used, seconds.
         self.code: int | None = None
+        self.cpu_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Child {self.pid}>"
@@ -185,12 +186,15 @@ class Child:
 
     def ended(self) -> bool:
         """Return whether the process has ended, and reap it."""
+        if self.code is not None:
+            return True
         try:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
+            done, status, usage = os.wait4(self.pid, os.WNOHANG)
         except ChildProcessError:
             return True
         if done == self.pid:
             self.code = os.waitstatus_to_exitcode(status)
+            self.cpu_s = usage.ru_utime + usage.ru_stime
         return done == self.pid
 
     def lost(self) -> None:
@@ -211,20 +215,20 @@ def reaped(pid: int) -> bool:
 
 def end_children(children: Sequence[Child], seconds: float) -> None:
     """Send SIGTERM to child processes, SIGKILL to those left after ``seconds``; reap them and close their sockets."""
-    left = [child.pid for child in children]
-    for pid in left:
+    left = [child for child in children if not child.ended()]
+    for child in left:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
+            os.kill(child.pid, signal.SIGTERM)
+            os.kill(child.pid, signal.SIGCONT)  # a stopped process cannot end
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:
-        left = [pid for pid in left if not reaped(pid)]
+        left = [child for child in left if not child.ended()]
         if left:
             time.sleep(0.005)
-    for pid in left:
+    for child in left:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        while not reaped(pid):
+            os.kill(child.pid, signal.SIGKILL)
+        while not child.ended():
             time.sleep(0.001)
     for child in children:
         child.lost()

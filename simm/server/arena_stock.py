@@ -30,7 +30,7 @@ from ..arena.events.ring import EventRing, attach
 from ..arena.layout import HEADER_BYTES, Geometry, State, Word, slots_for
 from ..arena.marks.kept import Shares
 from ..arena.store import Store
-from ..arena.vault import Vault
+from ..arena.vault import Vault, is_newer, suspend
 from ..constants import ARENA_BYTES_MIN, SLAB_BYTES
 from ..errors import SegmentError, UsageError
 from ..host import memory, numa
@@ -40,6 +40,7 @@ from ..ipc import segments
 from ..ipc.arena_files import OwnedArena, new_generation
 from ..shm import data_name
 from ..slab import chunk_bytes_for
+from ..wire.messages import Shards
 from .options import DataServerOptions
 
 log = logging.getLogger("simm.dataserver")
@@ -305,13 +306,20 @@ class ArenaStock:
         options = self.options
         return slots_for(size, chunk_bytes_for(options.value_bytes)) if options.value_bytes else options.slots
 
-    def keep(self, arena: OwnedArena) -> bool:
-        """Keep an arena for the next start if its worker has suspended it. Return False if it is to be removed.
+    def keep(self, arena: OwnedArena, vault: Vault | None, order: Shards) -> bool:
+        """Keep an arena for the next start, which no worker uses any more. Return False if it is to be removed.
+
+        If its worker has not suspended it, or missed the newest map, ``order``, that is done now, from its ``vault``.
+        With None it must be suspended. A start takes arenas only if they end with the same map: see
+        ``segments.fit_for_warm``.
 
         Sealed data is moved into its file, which may find no room. Raises SegmentError if the arena is gone.
         """
-        if segments.state_of(arena.name) != State.SUSPENDED:
-            return False
+        left = segments.inspect(arena.name)
+        if left.state != State.SUSPENDED or is_newer(order, left.epoch):
+            if vault is None or not suspend(arena.mm, arena.name, vault, order):
+                return False
+            log.warning("%s is suspended by the supervisor: its worker did not, or missed the last map", arena.name)
         arena.drop_events()
         try:
             arena.keep()

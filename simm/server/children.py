@@ -2,9 +2,9 @@
 
 A fork copies all that the supervisor has: the locks by which its segments are known to be owned, the descriptors of
 other children, the way signals wake the loop. The child gives all of that up, asks to end with its parent, runs its
-body, and exits. It keeps the files that log handlers write to. It never frees a descriptor's number that an object of
-the supervisor still knows (``give_up_descriptors_but``): a log handler that wrote to a reused number once destroyed an
-arena.
+body, and exits. Until its body says otherwise SIGTERM ends it at once. It keeps the files that log handlers write to.
+It never frees a descriptor's number that an object of the supervisor still knows (``give_up_descriptors_but``): a log
+handler that wrote to a reused number once destroyed an arena.
 
 Where memory runs out, the kernel ends the process with the largest score. The death of the supervisor would end all
 others, and that of a stream costs only its connections. So the supervisor lowers its score as far as it may, and unmaps
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -55,9 +56,16 @@ RESOLVE_S: Final = 5
 #: Request ids on a worker's socket pair: STATS and what needs no answer, and SHARDS from there on.
 STATS_ID: Final = 1
 SHARDS_ID: Final = 2
-#: Within this time a worker that dies again and again is restarted at most so often.
+#: Within this time a worker that dies again and again is restarted at most so often; and so often in a row if it does
+#: not come to serve, which takes some minutes: memory or threads may be scarce for as long. One that never has served
+#: is given up sooner.
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
+STARTS_MAX: Final = 8
+#: Before the successor of a process that did not come to serve: doubled for each one in a row, up to the second.
+PAUSE_S: Final = (0.2, 5.0)
+#: A process that is due must be there so soon.
+DUE_S: Final = 1.0
 #: Exit code of a worker whose arena was overwritten while it served. Its successor mends that, and may well meet the
 #: same soon: none of them is at fault, unless no worker has served for so long.
 CORRUPT: Final = 4
@@ -95,8 +103,16 @@ class Children:
         self._segments = segments
         self._resolvers: list[int] = []
         self._oom_score_adj = oom_score_adj()
-        #: No process is started any more.
-        self.stopping = False
+        self._shared = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+
+    @property
+    def stopping(self) -> bool:
+        """No process is started any more. Those that were forked earlier see it too."""
+        return bool(self._shared[0])
+
+    @stopping.setter
+    def stopping(self, value: bool) -> None:
+        self._shared[0] = value
 
     def protect_parent(self) -> None:
         """Make this process the last one that the OOM killer chooses, as far as this user may."""
@@ -108,31 +124,42 @@ class Children:
 
     def fork(
         self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedArena | None = None,
-        oom: int = OOM_FIRST,
+        oom: int = OOM_FIRST, *, blocks: bool = False,
     ) -> Child:  # fmt: skip
         """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other.
 
-        ``oom``: how much sooner than the supervisor's first score the OOM killer chooses it, in thousandths. Raises
+        ``oom``: how much sooner than the supervisor's first score the OOM killer chooses it, in thousandths.
+        ``blocks``: SIGTERM waits until the body unblocks it, which looks then whether the supervisor lives. Raises
         OSError when the system has no process, memory or descriptor to spare.
         """
         ours, theirs = socket.socketpair()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that has gone
                 stream.flush()
+        parent = os.getpid()
+        # The handler that the child inherits would swallow a SIGTERM.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
         except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             ours.close()
             theirs.close()
             raise
         if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             return Child(pid, ours)
         code = 1
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
             die_with_parent()
+            if not blocks:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                if os.getppid() != parent:  # it ended before it could be asked for
+                    os._exit(code)
             self._set_oom(oom)
             for segment in self._segments():
                 segment.release_in_child()
@@ -153,9 +180,12 @@ class Children:
             logging.shutdown()
             os._exit(code)
 
-    def or_later(self, start: Callable[[], None]) -> None:
-        """Start a child. Repeat it later if the system has no process or memory to spare."""
+    def or_later(self, start: Callable[[], None], pause_s: float = 0.0) -> None:
+        """Start a child, after a pause. Repeat it later if the system has no process or memory to spare."""
         if self.stopping:
+            return
+        if pause_s:
+            self.loop.call_later(pause_s, partial(self.or_later, start))
             return
         try:
             start()
@@ -167,7 +197,6 @@ class Children:
         """Find a host's address by a child process, as a resolver may hang. The callback gets "" if there is none."""
 
         def body(sock: socket.socket) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.alarm(RESOLVE_S)  # its default action ends the process
             for family in (socket.AF_INET, socket.AF_INET6):
                 with contextlib.suppress(OSError):
@@ -196,6 +225,12 @@ class Children:
         self._resolvers = [pid for pid in self._resolvers if not reaped(pid)]
 
 
+def pause_after(fruitless: int) -> float:
+    """Return the pause before the next process, after so many in a row that did not come to serve, seconds."""
+    first, most = PAUSE_S
+    return min(most, first * 2 ** (fruitless - 1)) if fruitless else 0.0
+
+
 class Supervised(Service):
     """One child of a supervisor, over all processes that take its place.
 
@@ -205,13 +240,13 @@ class Supervised(Service):
         keep: the descriptors that it keeps.
         on_message: gets its messages with their request ids. None if it sends none.
         segment: the segment that it keeps.
-        oom: as for ``Children.fork``.
+        oom, blocks: as for ``Children.fork``.
     """
 
     def __init__(
         self, children: Children, name: str, body: Callable[[socket.socket], None], keep: Sequence[int],
         on_message: Callable[[Any, int], None] | None = None, *, segment: OwnedArena | None = None,
-        oom: int = OOM_FIRST,
+        oom: int = OOM_FIRST, blocks: bool = False,
     ) -> None:  # fmt: skip
         self._children = children
         self._clock = children.loop.clock
@@ -220,10 +255,14 @@ class Supervised(Service):
         self._keep = keep
         self._on_message = on_message
         self._segment = segment
-        self._oom = oom
+        self._oom, self._blocks = oom, blocks
         #: The running process, or one that has ended and was not reaped yet.
         self.child: Child | None = None
         self._retired = False
+        #: Processor time of those that have ended, seconds.
+        self.cpu_s = 0.0
+        #: Number of processes in a row that have ended and had said nothing; whether the last one has said something.
+        self.fruitless, self._spoke = 0, False
         self.started_at = 0.0
         #: When the process last sent a message, or was started.
         self.last_seen = 0.0
@@ -234,8 +273,11 @@ class Supervised(Service):
         """Fork a process, and log it with the text ``about``; nothing once it is retired. Raises OSError."""
         if self._retired:  # it was to be tried again
             return
-        self.child = child = self._children.fork(self._run, self._keep, self._segment, self._oom)
+        self.child = child = self._children.fork(
+            self._run, self._keep, self._segment, self._oom, blocks=self._blocks
+        )  # fmt: skip
         self.started_at = self.last_seen = self._clock()
+        self._spoke = False
         if self._on_message is not None:
             child.peer = self._children.loop.adopt(child.sock, self, self.name)
             child.peer.patient = True  # it may be stopped, or recover an arena; whoever is missed is killed
@@ -265,7 +307,7 @@ class Supervised(Service):
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         if self._on_message is not None:
-            self.last_seen = self._clock()
+            self.last_seen, self._spoke = self._clock(), True
             self._on_message(decode(frame), frame.request_id)
 
     @property
@@ -318,6 +360,8 @@ class Supervised(Service):
             return None
         child.lost()
         self.child = None
+        self.cpu_s += child.cpu_s
+        self.fruitless = 0 if self._spoke else self.fruitless + 1
         return child
 
 
@@ -396,8 +440,7 @@ class WorkerSlot:
         self.taken = 0
         #: The newest map was not sent, as the process has not read what was sent before.
         self.order_waits = False
-        #: When its processes died, of late; and those deaths among them that may not go on.
-        self.restarts: list[float] = []
+        #: When its processes died, of late: those deaths that may not go on.
         self.faults: list[float] = []
         #: What its processes do -> how many of them died, for /metrics.
         self.deaths = {"worker": 0, "stream": 0}
@@ -406,12 +449,15 @@ class WorkerSlot:
         self.down_at = 0.0
         #: Number of processes in a row that could not recover the arena, and of those that ended before they served.
         self.unrecovered = self.fruitless = 0
+        #: Some process has served; when the next one is to be started.
+        self.served, self.due_at = False, 0.0
         #: The last process and heartbeat that :meth:`comes_up` has seen, and when it first did.
         self._beat = (0, 0)
         self._beat_at = 0.0
         self.stats: dict[str, Any] = {}
-        #: What clients have counted, at this worker and its predecessors.
+        #: What clients have counted, at this worker and its predecessors; and what these have refused or failed at.
         self.counted = Continued()
+        self.refused = Failures()
         self.data_bytes = 0
         self.incarnation = 0
         #: The mover's last report, and what its predecessors copied: in this move, and in all.
@@ -424,10 +470,12 @@ class WorkerSlot:
         """Count a death of the worker's process with an exit code, at ``now`` seconds."""
         if self.ready or not self.down_at:
             self.down_at = now
+        self.served = self.served or self.ready
         self.fruitless = 0 if self.ready else self.fruitless + 1
+        pause_s = pause_after(self.fruitless)
+        self.due_at = now + pause_s if pause_s else 0.0
         self.ready = self.current = False
         self.deaths["worker"] += 1
-        self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_S] + [now]
         self.faults = [at for at in self.faults if now - at < RESTART_WINDOW_S]
         if code == CORRUPT:
             self.corruptions += 1
@@ -437,13 +485,15 @@ class WorkerSlot:
     def comes_up(self, now: float) -> bool:
         """Return whether a worker that does not serve yet gets on with it, so that no restart of the server would help.
 
-        Its process lives, and the arena's heartbeat has moved since the last call, or within BEATLESS_S: it moves while
-        a worker recovers the arena, which takes a minute and more where values are small and many. A thread beats
-        beside long steps, so a step that hangs is seen after ``threads.BEATS_S_MAX``.
+        Its process lives, or is due, and the arena's heartbeat has moved since the last call, or within BEATLESS_S: it
+        moves while a worker recovers the arena, which takes a minute and more where values are small and many. A thread
+        beats beside long steps, so a step that hangs is seen after ``threads.BEATS_S_MAX``.
         """
         child = self.worker.child
-        if child is None or self.fruitless >= FRUITLESS_MAX:
+        if self.fruitless >= FRUITLESS_MAX:
             return False
+        if child is None:
+            return now - self.due_at <= DUE_S
         beat = child.pid, self.segment.heartbeat()
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
@@ -451,9 +501,11 @@ class WorkerSlot:
 
     def hopeless(self) -> str:
         """Return why the worker is not restarted any more; an empty text if it is."""
-        if len(self.faults) <= RESTARTS_MAX:
-            return ""
-        return f"worker {self.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
+        if len(self.faults) > RESTARTS_MAX:
+            return f"worker {self.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
+        if self.fruitless > (most := RESTARTS_MAX if self.served else STARTS_MAX):
+            return f"worker {self.number} died {most} times in a row before it served"
+        return ""
 
     def send_order(self, order: M.Shards, epochs: Epochs | None) -> None:
         """Send the worker what a map means for it, after the epochs of namespaces."""
@@ -479,6 +531,7 @@ class WorkerSlot:
         self.data_bytes = stats["data_bytes"]
         self.incarnation = stats["incarnation"]
         self.counted.take(stats["pid"], stats["counted"])
+        self.refused.take(stats)
 
     def counts(self, endpoint: Totals | None = None) -> dict[str, Totals]:
         """Return what has been counted by path; ``endpoint``: by rdma."""
@@ -490,8 +543,8 @@ class WorkerSlot:
         return found if endpoint is None else {**found, "rdma": endpoint}
 
     def failures(self, endpoint: Mapping[str, int]) -> dict[str, int]:
-        """Return what its streams and its endpoint have refused or failed at, as `Failures` has it."""
-        found = [endpoint, *(stream.failures.totals() for stream in self.streams)]
+        """Return what it, its streams and its endpoint have refused or failed at, as `Failures` has it."""
+        found = [endpoint, self.refused.totals(), *(stream.failures.totals() for stream in self.streams)]
         return {name: sum(each.get(name, 0) for each in found) for name in Failures.NAMES}
 
     def words(self) -> bytes:
@@ -516,38 +569,6 @@ class WorkerSlot:
         for key, count in (("bytes", done.bytes), ("values", done.values), ("lost", done.lost)):
             self.moved_ever[key] += count
         self.progress = M.MoveProgress(0, 0, 0, 0, 0)
-
-
-class HangWatch:
-    """Ends workers and streams that hang, so that a service manager need not end the data server with its values.
-
-    It counts looks, not seconds: a supervisor that was stopped itself has not looked meanwhile, and blames nobody.
-
-    Args:
-        looks: of so many in a row, a process that serves has answered nothing in between. Then it gets SIGKILL, and its
-            successor has all values.
-    """
-
-    def __init__(self, slots: Sequence[WorkerSlot], looks: int) -> None:
-        self._slots = slots
-        self._looks = max(1, looks)
-        #: By name: when it last answered, and the number of looks since.
-        self._silent: dict[str, tuple[float, int]] = {}
-
-    def maintain(self) -> bool:
-        """Look at all processes. Return False if one that was killed is still there: no restart of it can help."""
-        fine = True
-        for slot in self._slots:
-            for process in (slot.worker, *slot.streams):
-                serves = process.child is not None and (slot.ready or process is not slot.worker)
-                last_seen, looks = self._silent.get(process.name, (-1.0, 0))
-                looks = looks + 1 if serves and process.last_seen == last_seen else 0
-                self._silent[process.name] = process.last_seen, looks
-                if looks == self._looks and process.child is not None:
-                    log.error("%s (process %d) hangs: ending it", process.name, process.child.pid)
-                    process.kill()
-                fine = fine and looks <= self._looks
-        return fine
 
 
 def send_lease(slots: Iterable[WorkerSlot], until_ns: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Final
 CUT: Final = "cut"
 #: There as well: no recovery ends while it is there.
 SLOW: Final = "slow"
+#: And there: what recovers an arena ends at once while it is there, as where the system has no memory to spare.
+SCARCE: Final = "scarce"
 
 
 def cut() -> None:
@@ -42,6 +44,20 @@ def slow() -> None:
         return recover(self, beat)
 
     Table.recover = recover_slowly  # type: ignore[method-assign]
+
+
+def scarce() -> None:
+    """A worker that is to recover its arena ends as long as ``SCARCE`` is there."""
+    from simm.table import Table
+
+    recover = Table.recover
+
+    def recover_or_end(self: Table, beat: Callable[[], None] = lambda: None) -> list[str]:
+        if os.path.exists(SCARCE):
+            os._exit(1)
+        return recover(self, beat)
+
+    Table.recover = recover_or_end  # type: ignore[method-assign]
 
 
 def believing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -196,6 +196,10 @@ _KEEP_MAX: Final = _worker("simm_keep_max_bytes", "gauge", "Bytes that may be ha
 _KEEP_NAMESPACE_MAX: Final = _worker(
     "simm_keep_namespace_max_bytes", "gauge", "Bytes of one namespace that may be hard kept: --keep-namespace-share."
 )
+_KEEP_FENCED: Final = _worker(
+    "simm_keep_fenced_bytes", "gauge",
+    "Bytes of the aligned 2 MiB pieces with a hard kept value in them; simm_keep_max_bytes bounds these, too.",
+)  # fmt: skip
 _NEAR_MAX: Final = _worker("simm_near_max_bytes", "gauge", "Bytes that near copies may take: --near-share.")
 _NEAR: Final = _worker(
     "simm_near_copies_total", "counter",
@@ -204,8 +208,8 @@ _NEAR: Final = _worker(
 _KEEP_FAILURES: Final = _worker(
     "simm_keep_failures_total", "counter",
     "Values that were not kept when a client asked for that. Cause over_quota: hard kept values take "
-    "simm_keep_namespace_max_bytes for the namespace, or simm_keep_max_bytes in all; not_found; wrong_owner: the shard "
-    "has moved; bad_request.",
+    "simm_keep_namespace_max_bytes for the namespace, or simm_keep_max_bytes in all, or lie in too many pieces of 2 "
+    "MiB; not_found; wrong_owner: the shard has moved; bad_request.",
     "cause",
 )  # fmt: skip
 _PUTS_FAILED: Final = _worker(
@@ -250,7 +254,9 @@ _RESTARTS: Final = _worker(
 )  # fmt: skip
 _CPU: Final = _worker(
     "simm_process_cpu_seconds_total", "counter",
-    "Processor time of the worker's processes, seconds: worker, stream (all of them), endpoint, mover.", "process",
+    "Processor time of the worker's processes and their predecessors, seconds: worker, stream (all of them), endpoint, "
+    "mover.",
+    "process",
 )  # fmt: skip
 _RESIDENT: Final = _worker(
     "simm_process_resident_memory_bytes", "gauge", "Their memory in use, with what they touched of the arena.",
@@ -264,7 +270,7 @@ _PRIVATE: Final = _worker(
 #: All metrics of a data server, in their order.
 METRICS: Final = (
     _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _EVICTED_CHUNKS, _EVICTION_AGE, _PUT_FAILURES, _KEPT,
-    _KEEP_MAX, _KEEP_NAMESPACE_MAX, _KEEP_FAILURES, _NEAR_MAX, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
+    _KEEP_MAX, _KEEP_FENCED, _KEEP_NAMESPACE_MAX, _KEEP_FAILURES, _NEAR_MAX, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
     _RDMA_READY, *_RDMA.values(), _OPERATIONS, _HITS, _MISSES, _OP_BYTES, _PUTS_FAILED, *_READS.values(), _SECONDS,
     _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, *OF_PROCESSES,
 )  # fmt: skip
@@ -292,7 +298,7 @@ class Row:
     usage: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
     #: By path, what clients or the worker's processes have counted.
     counted: Mapping[str, Totals] = field(default_factory=dict)
-    #: What its stream processes and its endpoint have refused or failed at, as keys of STATS.
+    #: What it, its streams and its endpoint have refused or failed at, with all predecessors, as keys of STATS.
     failures: Mapping[str, int] = field(default_factory=dict)
     #: Its namespaces may be named. Not if tokens are bound to some: who reads the page may be a tenant.
     names_all: bool = True
@@ -359,7 +365,9 @@ class DataServerPages:
             row.rdma = self._endpoints.row(slot.number)
             row.streams_cut_off = sum(stream.is_cut_off() for stream in slot.streams)
             row.restarts = {**slot.deaths, **self._endpoints.deaths(slot.number)}
-            row.usage = usage_of(self._processes(slot))
+            processes = self._processes(slot)
+            alive = [(name, process.child) for name, process in processes if process.child is not None]
+            row.usage = usage_of(alive, [(name, process.cpu_s) for name, process in processes])
             row.counted = slot.counts(self._endpoints.counted(slot.number))
             row.failures = slot.failures(self._endpoints.failures(slot.number))
             row.names_all = not namespaces_of(self._tokens)
@@ -370,14 +378,14 @@ class DataServerPages:
             member.name, rows, joined=joined, fenced=member.fenced, epoch=member.epoch, certificate_ends=ends
         )
 
-    def _processes(self, slot: WorkerSlot) -> Iterator[tuple[str, Child]]:
-        """Yield what the processes of a worker do, and the processes."""
+    def _processes(self, slot: WorkerSlot) -> list[tuple[str, Supervised]]:
+        """Return what the processes of a worker do, and the processes."""
         found: list[tuple[str, Supervised]] = [("worker", slot.worker), ("mover", slot.mover)]
         found += [("stream", stream) for stream in slot.streams]
         endpoint = self._endpoints.by_worker.get(slot.number)
         if endpoint is not None:
             found.append(("endpoint", endpoint.process))
-        yield from ((name, process.child) for name, process in found if process.child is not None)
+        return found
 
     def ready(self, host: str, http: str) -> str:
         """Return the line that says that the server serves at a host, and where its pages are."""
@@ -437,11 +445,19 @@ def healthz(
     return Page("ok\n" if joined else f"{_BUT}no manager\n")
 
 
-def usage_of(processes: Iterable[tuple[str, Child]]) -> dict[str, tuple[float, int, int]]:
-    """Return, by what processes do, their processor time, memory and private memory. Omits what has ended."""
+def usage_of(
+    processes: Iterable[tuple[str, Child]], before: Iterable[tuple[str, float]] = ()
+) -> dict[str, tuple[float, int, int]]:
+    """Return, by what processes do, their processor time, memory and private memory. Omits what has ended.
+
+    ``before``: the processor time of predecessors, seconds.
+    """
     import psutil  # see metrics.load()
 
     total: dict[str, tuple[float, int, int]] = {}
+    for name, spent in before:
+        if spent:
+            total[name] = total.get(name, (0.0, 0, 0))[0] + spent, 0, 0
     for name, child in processes:
         try:
             process = psutil.Process(child.pid)
@@ -473,7 +489,7 @@ def metrics(
 def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
     stats = row.stats
     for key, metric in _WORKER.items():
-        samples.add(metric, stats.get(key, 0) + row.failures.get(key, 0), *who)
+        samples.add(metric, row.failures.get(key, stats.get(key, 0)), *who)
     others = {"set_full": stats.get("set_evictions", 0), "group": stats.get("group_evictions", 0)}
     for reason, count in {**stats.get("evictions", {}), **others}.items():
         samples.add(_EVICTIONS, count, *who, reason)
@@ -488,6 +504,7 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
     for (namespace, kind), size in _kept_by(kept.get("bytes", {}), shown).items():
         samples.add(_KEPT, size, *who, namespace, kind)
     samples.add(_KEEP_MAX, kept.get("hard_max", 0), *who)
+    samples.add(_KEEP_FENCED, kept.get("hard_fenced", 0), *who)
     samples.add(_NEAR_MAX, kept.get("near_max", 0), *who)
     samples.add(_KEEP_NAMESPACE_MAX, kept.get("namespace_max", 0), *who)
     for cause, count in kept.get("failures", {}).items():

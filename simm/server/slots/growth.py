@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -228,8 +227,6 @@ class Growth:
         stock, number = server.stock, self._number
 
         def body(supervisor: socket.socket) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
             def tell(done: int, _new: int, _total: int) -> bool:
                 supervisor.sendall(encode(M.StatsReply(json.dumps({"done": done}).encode())))
                 return True

@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from ...arena.vault import suspend
 from ...config.live import LiveSettings
 from ...config.parsers import Address
 from ...host import numa
 from ...ipc import segments
+from ...ipc.arena_files import OwnedArena
 from ...net.listeners import NamedSocket, open_listener
 from ...wire import messages as M
 from ..arena_stock import ArenaStock
@@ -27,18 +30,22 @@ from ..operators.admin import follow_in_stream, follow_settings, keep_shares
 from ..options import DataServerOptions
 from ..rdma_supervisor import Endpoints
 from ..stream import run_stream
-from ..worker import WorkerSettings, start_worker
+from ..worker import Worker, WorkerSettings, start_worker
 
 #: Exit code of a worker that finds its arena beyond recovery.
 UNRECOVERED: Final = 3
 #: A worker gives the kernel so long to end a supervisor whose connection has closed.
 ORPHAN_S: Final = 30.0
-#: Exit code of a worker whose supervisor has closed the connection and lives.
+#: Exit code of a worker whose supervisor has closed the connection and lives, or that somebody else has told to end.
 CUT_OFF: Final = 5
 #: A supervisor that ends closes its connections before the kernel gives its children another parent, moments later.
 REPARENTED_S: Final = 5.0
 
 OnMessage = Callable[[WorkerSlot, Any, int], None]
+
+
+class Ended(BaseException):
+    """SIGTERM has come while a worker recovers its arena. What catches errors of the arena's contents lets it pass."""
 
 
 class Opener:
@@ -99,47 +106,81 @@ class Opener:
 
     def worker_of(self, slot: WorkerSlot) -> Supervised:
         """Return the worker of a slot, which has its UNIX socket."""
-        options = self.options
         parent = os.getpid()  # not asked for in the child: the supervisor may have ended by then
 
         def body(supervisor: socket.socket) -> None:
-            numa.pin(slot.node)
-            arena, any_uid = slot.segment, options.group is not None
-            arena.lock_writer()
-            fresh = self._stock.is_fresh(arena, slot.vault)
-            limits = options.tokens, partial(self._share_of, slot), self.instance
-            settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *limits)
+            arena = slot.segment
             try:
-                shares = keep_shares(self.live)
-                store = self._stock.store_in(slot.number, arena, slot.vault, self.live["policy"], shares)
-                worker = start_worker(store, settings, slot.unix, supervisor)
-                follow_settings(self.live, worker)
-            except (MemoryError, OSError, RuntimeError):
-                raise  # no fault of the arena; RuntimeError: no thread can be started
-            except Exception as exc:
-                if fresh:
-                    raise
-                text = f"{arena.name} cannot be recovered: {exc or type(exc).__name__}"
-                raise ChildError(text, UNRECOVERED) from exc
+                # Until the worker has a loop; a recovery takes long.
+                signal.signal(signal.SIGTERM, _end)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+                if os.getppid() != parent:
+                    raise Ended
+                worker = self._begin(slot, supervisor)
+            except Ended:
+                close = partial(segments.store_closed, arena.name)
+                self._leave(arena, os.getppid() != parent, lambda: suspend(arena.mm, arena.name, slot.vault), close)
+                return
+            store = worker.store
             worker.run()
             if worker.orphaned and not _reparented(parent):
                 # The arena stays open, as after a crash: only so a successor can take it over.
                 raise ChildError("the supervisor lives, and has closed its connection to this process", CUT_OFF)
+
+            def suspended() -> bool:
+                if store.cluster:  # without one there is nothing to keep
+                    store.suspend()
+                return bool(store.cluster)
+
             # The kernel's signal may come before the end of the supervisor's connection.
-            orphaned = worker.orphaned or os.getppid() != parent
-            gone = orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
-            if options.warm and store.cluster and not gone:  # without a cluster there is nothing to keep
-                store.suspend()
-            else:
-                store.close()
-                # If the supervisor was killed, nobody else removes the segment before the next start.
-                arena.unlock()
-                segments.remove_if_left(arena.name, ORPHAN_S if orphaned else 0.0)
+            self._leave(arena, worker.orphaned or os.getppid() != parent, suspended, store.close)
 
         return Supervised(
             self._children, f"worker {slot.number}", body, [*slot.segment.fds, *slot.unix.fds],
-            partial(self._on_worker, slot), segment=slot.segment, oom=OOM_WORKER,
+            partial(self._on_worker, slot), segment=slot.segment, oom=OOM_WORKER, blocks=True,
         )  # fmt: skip
+
+    def _begin(self, slot: WorkerSlot, supervisor: socket.socket) -> Worker:
+        """Return the worker of a slot, in its process, once it has its arena and serves.
+
+        Raises ChildError for an arena beyond recovery, and whatever the system lacks.
+        """
+        numa.pin(slot.node)
+        options, arena = self.options, slot.segment
+        arena.lock_writer()
+        fresh = self._stock.is_fresh(arena, slot.vault)
+        limits = options.tokens, partial(self._share_of, slot), self.instance
+        settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, options.group is not None, *limits)
+        try:
+            shares = keep_shares(self.live)
+            store = self._stock.store_in(slot.number, arena, slot.vault, self.live["policy"], shares)
+            worker = start_worker(store, settings, slot.unix, supervisor)
+            follow_settings(self.live, worker)
+        except (MemoryError, OSError, RuntimeError):
+            raise  # no fault of the arena; RuntimeError: no thread can be started
+        except Exception as exc:
+            if fresh:
+                raise
+            raise ChildError(f"{arena.name} cannot be recovered: {exc or type(exc).__name__}", UNRECOVERED) from exc
+        return worker
+
+    def _leave(
+        self, arena: OwnedArena, orphaned: bool, suspended: Callable[[], bool], close: Callable[[], None]
+    ) -> None:
+        """Suspend the arena of a worker that ends, if it may be kept; else close it, and remove it if nobody else does.
+
+        ``orphaned``: the supervisor has ended. Raises ChildError if it lives and has not told the worker to end: the
+        arena stays open then, for a successor.
+        """
+        if not orphaned and not self._children.stopping:
+            raise ChildError("told to end (SIGTERM), and not by the supervisor", CUT_OFF)
+        gone = orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
+        if self.options.warm and not gone and suspended():
+            return
+        close()
+        # If the supervisor was killed, nobody else removes the segment before the next start.
+        arena.unlock()
+        segments.remove_if_left(arena.name, ORPHAN_S if orphaned else 0.0)
 
     def _id_of(self, slot: WorkerSlot) -> str:
         """Return what clients with a token ask for."""
@@ -179,6 +220,11 @@ def close_all(shared: list[socket.socket | NamedSocket]) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(each.path)
         each.close()
+
+
+def _end(_number: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Ended
 
 
 def _reparented(parent: int) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from simm.dataserver import DataServer
 from simm.net.loop import Loop
 from simm.server import migration, rdma_supervisor
-from simm.server.children import Children, HangWatch, Supervised
+from simm.server.children import Children, Supervised
+from simm.server.slots.hang_watch import HangWatch
 
 
 class FakeProcess:

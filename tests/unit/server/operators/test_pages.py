@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from simm.ipc.counts import Word
 from simm.ipc.tally import Totals
 from simm.net.loop import Loop
-from simm.server.children import BEATLESS_S, FRUITLESS_MAX, Failures, WorkerSlot
+from simm.net.process import end_children
+from simm.server.children import BEATLESS_S, FRUITLESS_MAX, Children, Failures, Supervised, WorkerSlot
 from simm.server.operators.pages import DataServerPages, Row, metrics, usage_of
+from tests.support.waiting import wait_until
 
 
 class FakeServer:
@@ -147,13 +150,70 @@ def test_what_streams_and_endpoints_refuse_is_in_the_workers_metrics() -> None:
     first.take({"pid": 1, "protocol_errors": 4, "unauthorized": 5})
     first.take({"pid": 2, "protocol_errors": 1})  # its successor: what was counted stays
     second.take({"pid": 3, "handler_errors": 7, "unauthorized": 1})
-    slot: Any = SimpleNamespace(streams=streams)
+    slot: Any = SimpleNamespace(streams=streams, refused=Failures())
+    slot.refused.take({"pid": 4, "unauthorized": 100})
     found = WorkerSlot.failures(slot, {"unauthorized": 10})
-    assert found == {"protocol_errors": 5, "handler_errors": 7, "unauthorized": 16}
+    assert found == {"protocol_errors": 5, "handler_errors": 7, "unauthorized": 116}
     row = Row(0, 0, {"unauthorized": 100, "protocol_errors": 0}, failures=found)
     text = metrics("a", [row], joined=True, fenced=False, epoch=1).text()
     for name, count in (("unauthorized", 116), ("protocol_errors", 5), ("handler_errors", 7)):
         assert f'simm_{name}_total{{server="a",worker="0",numa="0"}} {count}\n' in text
+
+
+def test_issue_a_workers_restart_takes_no_count_of_its_streams_back() -> None:
+    """What it had refused went, and what they had refused stayed: to who sums up it looked like so many new ones."""
+    slot = WorkerSlot(0, 0, SimpleNamespace())  # type: ignore[arg-type]
+    stream: Any = SimpleNamespace(failures=Failures())
+    slot.streams = [stream]
+    stream.failures.take({"pid": 1, "protocol_errors": 1000})
+    seen = []
+    for pid, count in ((2, 5), (2, 7), (3, 0), (3, 1)):
+        slot.take_stats({"pid": pid, "protocol_errors": count, "data_bytes": 1, "incarnation": 1, "counted": {}})
+        row = Row(0, 0, slot.stats, failures=slot.failures({}))
+        text = metrics("a", [row], joined=True, fenced=False, epoch=1).text()
+        (line,) = [line for line in text.splitlines() if line.startswith("simm_protocol_errors_total{")]
+        seen.append(int(line.split()[-1]))
+    assert seen == [1005, 1007, 1007, 1008]
+
+
+def burn() -> None:
+    """Use a tenth of a second of processor time."""
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+
+
+def test_issue_the_processor_time_of_a_process_stays_when_it_has_ended() -> None:
+    """Of two streams one is restarted: the sum of both went down. Also as long as it has ended and is not reaped."""
+    loop = Loop()
+    children = Children(loop, lambda: ())
+    streams = [Supervised(children, "a stream", lambda sock: (burn(), sock.recv(1)), []) for _ in range(2)]
+
+    def used() -> float:
+        alive = [("stream", each.child) for each in streams if each.child is not None]
+        return usage_of(alive, [("stream", each.cpu_s) for each in streams])["stream"][0]
+
+    try:
+        for each in streams:
+            each.start()
+        wait_until(lambda: used() >= 0.18, "both have done something")  # the kernel counts in ticks
+        first = streams[0].child
+        assert first is not None
+        before = used()
+        streams[0].kill()
+        wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE, "it has ended")
+        assert used() >= before
+        wait_until(lambda: streams[0].ended() is not None, "it is reaped")
+        assert used() >= before
+        streams[0].start()
+        assert used() >= before
+    finally:
+        for each in streams:
+            if each.child is not None:
+                end_children([each.child], 0.0)
+                assert each.ended() is not None
+        loop.close()
+    assert used() >= before, "also of those that were ended"
 
 
 def test_what_processes_of_one_kind_use_is_added() -> None:

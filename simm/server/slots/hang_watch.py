@@ -1,0 +1,42 @@
+"""End workers and streams that hang, where a service manager would else end the whole data server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..children import WorkerSlot
+
+log = logging.getLogger("simm.dataserver")
+
+
+class HangWatch:
+    """Ends workers and streams that hang, so that a service manager need not end the data server with its values.
+
+    It counts looks, not seconds: a supervisor that was stopped itself has not looked meanwhile, and blames nobody.
+
+    Args:
+        looks: of so many in a row, a process that serves has answered nothing in between. Then it gets SIGKILL, and its
+            successor has all values.
+    """
+
+    def __init__(self, slots: Sequence[WorkerSlot], looks: int) -> None:
+        self._slots = slots
+        self._looks = max(1, looks)
+        #: By name: when it last answered, and the number of looks since.
+        self._silent: dict[str, tuple[float, int]] = {}
+
+    def maintain(self) -> bool:
+        """Look at all processes. Return False if one that was killed is still there: no restart of it can help."""
+        fine = True
+        for slot in self._slots:
+            for process in (slot.worker, *slot.streams):
+                serves = process.child is not None and (slot.ready or process is not slot.worker)
+                last_seen, looks = self._silent.get(process.name, (-1.0, 0))
+                looks = looks + 1 if serves and process.last_seen == last_seen else 0
+                self._silent[process.name] = process.last_seen, looks
+                if looks == self._looks and process.child is not None:
+                    log.error("%s (process %d) hangs: ending it", process.name, process.child.pid)
+                    process.kill()
+                fine = fine and looks <= self._looks
+        return fine
