@@ -115,6 +115,7 @@ WELL = {
     'simm_kept_bytes{server="a",worker="0",namespace="n",class="hard"}': "20x600",
     'simm_kept_bytes{server="a",worker="0",namespace="n",class="soft"}': "90x600",
     'simm_keep_max_bytes{server="a",worker="0"}': "50x600",
+    'simm_keep_fenced_bytes{server="a",worker="0"}': "40x600",
     'simm_keep_namespace_max_bytes{server="a",worker="0"}': "25x600",
     _GETS: "0+6000x600",
     _FOUND: "0+3000x600",
@@ -161,7 +162,9 @@ FAULTS: dict[str, list[dict[str, str | None]]] = {
     "SimmKeptNearShare": [
         {'simm_kept_bytes{server="a",worker="0",namespace="n",class="hard"}': "20x99 24x500"},
         {f'simm_kept_bytes{{server="a",worker="0",namespace="{name}",class="hard"}}': "0x99 16x500" for name in "pq"},
-        {'simm_keep_max_bytes{server="a",worker="0"}': "50x99 20x500"},
+        {'simm_keep_max_bytes{server="a",worker="0"}': "50x99 20x500",
+         'simm_keep_fenced_bytes{server="a",worker="0"}': "0x600"},
+        {'simm_keep_fenced_bytes{server="a",worker="0"}': "40x99 48x500"},
     ],
     "SimmTableTooSmall": [{'simm_evictions_total{server="a",worker="0",reason="set_full"}': "0x80 0+1000x520"}],
     "SimmPinsGrow": [{'simm_pins{server="a",worker="0"}': "200+1x600"}],
