@@ -6,6 +6,7 @@ alternate. Without ``--mixed`` a group is one operation.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -59,9 +60,11 @@ class Bench:
                 self._run_size(size)
         except BaseException:
             if self.worker is None:
-                self.progress("deleting what was stored")
+                with contextlib.suppress(OSError):  # whoever read what this command says may have gone
+                    self.progress("deleting what was stored")
                 if not self.load.withdraw():
-                    self.warn("a load process did not end in time: values of this run may be left in the cluster")
+                    with contextlib.suppress(OSError):
+                        self.warn("a load process died, or did not end in time: its values may be left in the cluster")
             raise
         return self.cells
 

@@ -56,6 +56,7 @@ class LoadProcesses:
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._children: list[Any] = []
+        self._loads: list[Any] = []
         self.paths: list[str] = []
         try:
             raw = self._far_side(context, plan) if reached["client"]["path"] != "shm" else None
@@ -70,9 +71,10 @@ class LoadProcesses:
                 # A child inherits the older pipes too, and would not see its own close if it kept them.
                 others = [*self._pipes, mine]
                 child = context.Process(target=_load_process, args=(theirs, settings, others), daemon=True)
+                self._children.append(child)  # an interrupt from here on ends it
+                self._loads.append(child)
                 child.start()
                 theirs.close()
-                self._children.append(child)
                 self._pipes.append(mine)
             for answer in self._answers():
                 self.paths = sorted({*self.paths, *answer["paths"]})
@@ -84,8 +86,8 @@ class LoadProcesses:
         listener = socket.create_server(("127.0.0.1", 0))
         share = plan.working_set // (plan.processes * plan.threads)
         child = context.Process(target=_far_process, args=(listener, share), daemon=True)
-        child.start()
         self._children.append(child)
+        child.start()
         host, port = listener.getsockname()
         listener.close()
         return host, port
@@ -98,18 +100,19 @@ class LoadProcesses:
 
     def close(self) -> None:
         """End all processes."""
+        started = [child for child in self._children if child.pid is not None]
+        for child in started:
+            child.kill()  # they ignore other signals
         for pipe in self._pipes:
             pipe.close()
-        for child in self._children:
-            if child.is_alive():
-                child.terminate()
-        for child in self._children:
+        for child in started:
             child.join()
         self._children = []
+        self._loads = []
         self._pipes = []
 
     def withdraw(self, timeout_s: float = WITHDRAW_S) -> bool:
-        """Let every load process delete its values and end; return whether all did so in time.
+        """Let every load process delete its values and end; return whether all did so in time. One that died has not.
 
         For an error or an interrupt at any moment: an order may be unanswered, an answer half read. So nothing is made
         of what comes until the pipes' ends. No order can be asked afterwards. An interrupt ends it at once.
@@ -129,7 +132,9 @@ class LoadProcesses:
                         continue
                 poll.unregister(fd)
                 left -= 1
-        return not left
+        for child in self._loads:
+            child.join(max(0.0, until - time.monotonic()))
+        return not left and all(child.exitcode == 0 for child in self._loads)
 
     def _answers(self) -> Iterator[dict[str, Any]]:
         for pipe in self._pipes:
@@ -150,10 +155,14 @@ class LoadProcesses:
 
 
 def _as_child() -> None:
-    """End with the parent, and leave Ctrl-C to it."""
+    """End with the parent, and leave to it what ends a command.
+
+    A terminal, GNU timeout, Slurm and systemd send their signals to all processes of a command. The load processes must
+    delete their values then.
+    """
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _load_process(pipe: Connection, settings: dict[str, Any], others: list[Connection]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 #: What a stub does with an order before it answers; True if it has answered itself.
 Does = Callable[[Connection, int, str], bool]
+LEFT = "a load process died, or did not end in time: its values may be left in the cluster"
 REACHED: dict[str, dict[str, Any]] = {"client": {"path": "shm"}, "environment": {}}
 
 
@@ -107,6 +109,47 @@ def test_an_interrupt_in_a_burst_leaves_no_values(
     assert ended(log) and not warned
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_the_command_leaves_no_values(
+    start: Callable[[Does], LoadProcesses], log: Path, signum: signal.Signals
+) -> None:
+    """GNU timeout, Slurm, systemd and a terminal that closes send it to the load processes, too: they died of it."""
+
+    def hit(_pipe: Connection, number: int, what: str) -> bool:
+        if what == "burst":
+            os.kill(os.getpid(), signum)
+            if not number:
+                os.kill(os.getppid(), signal.SIGINT)
+        return False
+
+    warned: list[str] = []
+    load = start(hit)
+    with pytest.raises(KeyboardInterrupt):
+        run(load, warned)
+    assert ended(log) and not warned
+
+
+def test_a_command_that_cannot_print_any_more_leaves_no_values(
+    start: Callable[[Does], LoadProcesses], log: Path
+) -> None:
+    """Its terminal has been closed."""
+
+    def fail(pipe: Connection, number: int, what: str) -> bool:
+        if what != "burst" or number:
+            return False
+        pipe.send({"failed": "the server is gone"})
+        return True
+
+    def progress(text: str) -> None:
+        if text.startswith("deleting"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    load = start(fail)
+    with pytest.raises(SimmError, match="the server is gone"):
+        Bench(plan(), load, None, progress, lambda _: None).run()
+    assert ended(log)
+
+
 def test_a_process_that_fails_costs_the_others_no_values(start: Callable[[Does], LoadProcesses], log: Path) -> None:
     def fail(pipe: Connection, number: int, what: str) -> bool:
         if what != "burst" or number:
@@ -121,6 +164,13 @@ def test_a_process_that_fails_costs_the_others_no_values(start: Callable[[Does],
     assert ended(log) and not warned
 
 
+def test_a_process_that_was_killed_has_withdrawn_nothing(start: Callable[[Does], LoadProcesses], log: Path) -> None:
+    """As by the kernel where memory is short. The end of its pipe counted as that of its work."""
+    load = start(lambda *_: False)
+    os.kill(load._children[0].pid, signal.SIGKILL)
+    assert not load.withdraw() and log.read_text().splitlines() == ["1 discard", "1 end"]
+
+
 def test_a_process_that_died_is_not_waited_for(start: Callable[[Does], LoadProcesses], log: Path) -> None:
     def die(pipe: Connection, number: int, what: str) -> bool:
         if what == "burst" and not number:
@@ -131,7 +181,7 @@ def test_a_process_that_died_is_not_waited_for(start: Callable[[Does], LoadProce
     load = start(die)
     with pytest.raises(SimmError, match="ended unexpectedly"):
         run(load, warned)
-    assert log.read_text().splitlines()[-2:] == ["1 discard", "1 end"] and not warned
+    assert log.read_text().splitlines()[-2:] == ["1 discard", "1 end"] and warned == [LEFT]
 
 
 def test_a_second_interrupt_ends_it_at_once(start: Callable[[Does], LoadProcesses]) -> None:
@@ -168,7 +218,7 @@ def test_a_process_that_does_not_end_is_said(
     load = start(fail_and_hang)
     with pytest.raises(SimmError, match="the server is gone"):
         run(load, warned)
-    assert warned == ["a load process did not end in time: values of this run may be left in the cluster"]
+    assert warned == [LEFT]
 
 
 def test_a_run_without_trouble_deletes_its_values_and_goes_on(start: Callable[[Does], LoadProcesses]) -> None:
