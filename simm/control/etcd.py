@@ -41,7 +41,7 @@ from typing import Any, Final, NamedTuple
 
 from ..config.parsers import Address, TlsOptions
 from ..errors import ConfigError, TransportError, UsageError
-from ..net.tls import Context
+from ..net.tls import Context, no_passphrase
 
 #: Largest answer that is read. A key of SiMM has at most a few hundred KiB.
 ANSWER_BYTES_MAX: Final = 16 << 20
@@ -330,7 +330,7 @@ def tls_context(ca: Path | None = None, certificate: Path | None = None) -> ssl.
     try:
         context = ssl.create_default_context(cafile=ca)
         if certificate is not None:
-            context.load_cert_chain(certificate)
+            context.load_cert_chain(certificate, password=no_passphrase)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"cannot use {certificate if ca is None else ca} for TLS to etcd: {exc}") from exc
     return context

@@ -215,13 +215,18 @@ def _prove(context: ssl.SSLContext, options: TlsOptions) -> None:
     if "ENCRYPTED" in text:
         raise ConfigError(f"the key in {key} has a passphrase, which nobody could type: store it without one")
     try:
-        context.load_cert_chain(options.cert, key)
+        context.load_cert_chain(options.cert, key, no_passphrase)
     except (OSError, ValueError) as exc:
         reason = getattr(exc, "reason", None)
         said = "the key does not belong to the certificate" if reason == "KEY_VALUES_MISMATCH" else _said(exc)
         other = f" with the key {options.key}" if options.key else ""
         text = f"cannot use the certificate {options.cert}{other} (--tls-cert, SIMM_TLS_CERT): {said}"
         raise ConfigError(text) from exc
+
+
+def no_passphrase() -> str:
+    """Refuse to ask for the passphrase of a key, as OpenSSL would at the terminal. Raises ValueError."""
+    raise ValueError("its key has a passphrase, which nobody could type: store it without one")
 
 
 def _said(exc: Exception) -> str:

@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from simm.control.election import connect
 from simm.control.etcd import Etcd, EtcdError, created, delete, followed_tls, get, modified, put
 from simm.errors import ConfigError
 from simm.net import tls
-from tests.support.certificates import Authority, needs_openssl
+from tests.support.certificates import Authority, needs_openssl, openssl
 from tests.support.etcd_answers import HEADER, ONE, WAIT_S, Fake, error, of, page, says
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
@@ -431,3 +433,44 @@ def test_etcd_is_shown_the_newest_certificate(tmp_path: Path, monkeypatch: pytes
             replace(own, new.issue("second").read_text())
         first, again, second, both_threads = etcd.shown
     assert first == again != second == both_threads
+
+
+#: Reads a key with a passphrase at the start, and while a manager runs. Prints the error, and whether it keeps the old.
+LOCKED = """if True:
+    import os, sys
+    from pathlib import Path
+    from simm.control.etcd import followed_tls, tls_context
+    from simm.errors import ConfigError
+    from simm.net import tls
+    tls.LOOK_S = 0.0
+    own, locked = map(Path, sys.argv[1:])
+    follow = followed_tls(None, own)
+    before = follow()
+    os.replace(locked, own)
+    print(follow() is before)
+    try:
+        tls_context(None, own)
+    except ConfigError as exc:
+        print(exc)
+"""
+
+
+@needs_openssl
+def test_a_key_with_a_passphrase_is_an_error(tmp_path: Path) -> None:
+    """OpenSSL asked for it at the terminal, or waited for a line of stdin, and the manager with it."""
+    own, locked = Authority(tmp_path).issue("own"), tmp_path / "locked.pem"
+    openssl(tmp_path, "pkey", "-in", str(own), "-aes256", "-passout", "pass:secret", "-out", str(locked))
+    locked.write_text((tmp_path / "own.crt").read_text() + locked.read_text())
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKED, str(own), str(locked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as child:  # fmt: skip
+        try:
+            child.wait(WAIT_S)  # with its stdin open
+        finally:
+            child.kill()
+        assert child.stdout is not None
+        assert child.stdout.read().splitlines() == [
+            "True", f"cannot use {own} for TLS to etcd: its key has a passphrase, which nobody could type: store it "
+            "without one",
+        ]  # fmt: skip
