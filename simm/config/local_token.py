@@ -30,6 +30,9 @@ _FOLDER: Final = "# sockets "
 #: Attempts, where another process is always at the same file at the same moment, and seconds between two.
 _TRIES: Final = 100
 _PAUSE_S: Final = 0.001
+#: How often a file that is in the way is swept before it counts as a live process's, and seconds before each time.
+_SWEEPS: Final = 20
+_SWEEP_PAUSE_S: Final = 0.01
 #: Addresses by which a client on this host reaches a listener on all of them.
 _LOOPBACK: Final = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -55,7 +58,7 @@ class PublishedToken:
         for left in folder.glob("local-*.token"):  # by processes that were killed
             with contextlib.suppress(OSError):
                 _sweep(left)
-        self._fd = _create(self.path)
+        self._fd = _replace(self.path)
         try:
             named = f"{_FOLDER}{sockets}\n" if sockets is not None and "\n" not in str(sockets) else ""
             os.write(self._fd, f"{named}{line_of(token)}".encode())
@@ -72,6 +75,20 @@ class PublishedToken:
             if _is_at(fd, self.path):
                 os.unlink(self.path)
         os.close(fd)
+
+
+def _replace(path: Path) -> int:
+    """Do :func:`_create` where another process may be removing what was left. Raises OSError as it does.
+
+    Who sweeps has the lock of the file meanwhile, so it looks like a live process's.
+    """
+    for _ in range(_SWEEPS):
+        with contextlib.suppress(FileExistsError):
+            return _create(path)
+        time.sleep(_SWEEP_PAUSE_S)
+        with contextlib.suppress(OSError):
+            _sweep(path)
+    return _create(path)
 
 
 def _create(path: Path) -> int:

@@ -148,6 +148,30 @@ def test_the_lock_of_who_sweeps_makes_no_token_valid(tmp_path: Path, monkeypatch
     os.close(sweeping)
 
 
+@pytest.mark.parametrize("removed", [True, False], ids=["removed", "its process ended"])
+def test_what_another_one_is_removing_is_in_no_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """It has the lock between its look and the removal, and counted as a live cluster at this address."""
+    path = killed(tmp_path)
+    sweeping = os.open(path, os.O_RDONLY)
+    fcntl.flock(sweeping, fcntl.LOCK_EX)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            if removed:
+                path.unlink()
+            fcntl.flock(sweeping, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(local_token.time, "sleep", sleep)
+    made = PublishedToken(tmp_path, HERE, "the-token-of-the-next")
+    os.close(sweeping)
+    assert find(tmp_path, [HERE]) == "the-token-of-the-next" and len(waited) == 3
+    made.close()
+
+
 @pytest.mark.parametrize("what", ["for all", "link", "fifo", "folder", "binary"])
 def test_a_file_that_others_may_have_made_is_not_used(tmp_path: Path, what: str) -> None:
     path = token_path(tmp_path, HERE)
