@@ -45,8 +45,8 @@ PROCESSES_MAX: Final = 64
 WRITE_S: Final = 0.5
 _CONTROL_BYTES_MAX: Final = 4096
 _NEWEST, _OLDER = ".spans", ".old"
-#: The names of files with spans, and those of what else is made here.
-_SPANS: Final = re.compile(r"[0-9]+-[0-9a-f]+\.(?:spans|old)", re.ASCII)
+#: The names of files with spans, and those of what else is made here. START has 16 digits: `2024-10.old` is no trace.
+_SPANS: Final = re.compile(r"[0-9]{1,10}-[0-9a-f]{16}\.(?:spans|old)", re.ASCII)
 _CONTROL: Final = re.compile(rf"{re.escape(TRACE_CONTROL)}|\.{re.escape(TRACE_CONTROL)}\.[0-9]+", re.ASCII)
 
 
@@ -229,7 +229,7 @@ class Spool:
         self._users = 0
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._name = f"{os.getpid()}-{time.time_ns():x}"
+        self._name = f"{os.getpid()}-{time.time_ns():016x}"
         self._size = 0
         self._failed = False
 

@@ -77,17 +77,17 @@ def test_to_stdout(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_no_span_is_left_out_with_a_word(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (recorded / "9-0.spans").write_text("nothing\n")
-    (recorded / "9-1.spans").symlink_to("/etc/passwd")
+    (recorded / "9-17979cfe362a0000.spans").write_text("nothing\n")
+    (recorded / "9-17979cfe362a0001.spans").symlink_to("/etc/passwd")
     code, _, err = run(capsys, "collect")
     assert code == 0 and "left out 1 lines that are no spans" in err and "left out 1 files" in err
 
 
 def test_clear(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("notes.old", "brain.spans"):
+    for name in ("2024-10.old", "notes.old", "brain.spans"):
         (recorded / name).write_bytes(b"mine")
     assert run(capsys, "clear")[1] == f"removed 1 files of {recorded}\n"
-    assert sorted(path.name for path in recorded.iterdir()) == ["brain.spans", "notes.old"]
+    assert sorted(path.name for path in recorded.iterdir()) == ["2024-10.old", "brain.spans", "notes.old"]
     code, _, err = run(capsys, "collect")
     assert code == 1 and "has no spans" in err
 

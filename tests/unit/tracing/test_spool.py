@@ -21,6 +21,9 @@ from tests.support.acl import USER, named, set_acl
 from tests.support.other_user import needs_root
 from tests.support.waiting import wait_until
 
+#: Of a process, as in the names of its files.
+START = f"{1_700_000_000 * 10**9:016x}"
+
 
 def operation(name: str = "get") -> Operation:
     one = Operation(name, os.urandom(16), b"", kept=True)
@@ -63,12 +66,13 @@ def test_files_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_files_of_the_oldest_processes_go(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     for number in range(9):
-        path = folder / f"{number}-0.spans"
+        path = folder / f"{number}-{START}.spans"
         path.write_bytes(b"")
         os.utime(path, ns=(number, number))
     (folder / "other").write_bytes(b"")
     assert spool.forget_oldest(folder, keep=2) == 5
-    assert sorted(path.name for path in folder.iterdir()) == [f"{each}-0.spans" for each in range(5, 9)] + ["other"]
+    kept = [f"{each}-{START}.spans" for each in range(5, 9)]
+    assert sorted(path.name for path in folder.iterdir()) == [*kept, "other"]
     assert spool.forget_oldest(folder / "nowhere") == 0
 
 
@@ -167,14 +171,17 @@ def test_others_are_shut_out_of_a_folder(folder: Path) -> None:
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_a_folder_with_files_of_ours_alone_is_tightened(folder: Path, mode: int) -> None:
     spool.ask(folder, "1", 0, 60.0)
-    for name in ("12-a0f.spans", "12-a0f.old", f".{TRACE_CONTROL}.12"):
+    for name in (f"12-{START}.spans", f"12-{START}.old", f".{TRACE_CONTROL}.12"):
         (folder / name).write_bytes(b"")
     folder.chmod(mode)
     spool.open_folder(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("name", ["notes.old", "1-0.spans.gz", "1-0.spans/", "-1-0.old", "1-x.old", "control.json.1"])
+@pytest.mark.parametrize("name", [
+    "notes.old", f"1-{START}.spans.gz", f"1-{START}.spans/", f"-1-{START}.old", "1-x.old", "control.json.1",
+    "2024-10.old", "123-abc.old", "20241130-1.spans", f"1-0{START}.old", f"12345678901-{START}.old",
+])  # fmt: skip
 def test_issue_a_folder_with_files_of_others_stays_as_it_is(folder: Path, name: str) -> None:
     """``--trace-dir ~/shared`` shut others out of it, and files of other programs were removed for their names."""
     folder.mkdir(mode=0o755)
@@ -249,9 +256,9 @@ def test_garbage_and_links_in_the_folder_are_left_out(folder: Path, tmp_path: Pa
     folder.mkdir(mode=0o700)
     secret = tmp_path / "secret"
     secret.write_text("{}\n")
-    (folder / "1-0.spans").symlink_to(secret)
-    (folder / "2-0.spans").write_bytes(b"\x00" * 20_000 + b"\nnull\n")
-    os.mkfifo(folder / "3-0.spans")
+    (folder / f"1-{START}.spans").symlink_to(secret)
+    (folder / f"2-{START}.spans").write_bytes(b"\x00" * 20_000 + b"\nnull\n")
+    os.mkfifo(folder / f"3-{START}.spans")
     events, bad, refused = spool.collect(folder)
     assert events == [] and bad == 2 and refused == 2
 
