@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import shlex
@@ -115,6 +116,19 @@ def read_secret(path: Path, name: str, remedy: str = "") -> str:
 
 def _denied(path: Path) -> str:
     """Return why this process may not read a file: whose it is, who this process is, and what to do."""
+    try:
+        about = path.stat()
+    except OSError:
+        return _denied_to(path, os.geteuid(), os.getegid(), None)
+    return _denied_to(path, os.geteuid(), os.getegid(), (about.st_uid, about.st_gid, stat.S_IMODE(about.st_mode)))
+
+
+@functools.lru_cache(maxsize=16)
+def _denied_to(path: Path, uid: int, gid: int, about: tuple[int, int, int] | None) -> str:
+    """Return the text. ``about``: owner, group and mode of the file; None if they cannot be seen.
+
+    Event loops try to read such a file every second, and a directory service may take long to name a user.
+    """
     import grp  # only here
     import pwd
 
@@ -123,18 +137,15 @@ def _denied(path: Path) -> str:
             return str(look(number)[0])
         return str(number)
 
-    uid = os.geteuid()
-    user, group = name_of(pwd.getpwuid, uid), name_of(grp.getgrgid, os.getegid())
+    user, group = name_of(pwd.getpwuid, uid), name_of(grp.getgrgid, gid)
     who = f"this process is user {user} (uid {uid}) of group {group}"
-    try:
-        about = path.stat()
-    except OSError:
+    if about is None:
         return f"{who}, which may not enter a folder above it"
-    owner = f"{name_of(pwd.getpwuid, about.st_uid)}:{name_of(grp.getgrgid, about.st_gid)}"
+    owner, mode = f"{name_of(pwd.getpwuid, about[0])}:{name_of(grp.getgrgid, about[1])}", about[2]
     quoted = shlex.quote(str(path))
     # A group of another name has other users as well, as a rule.
     remedy = f"chgrp {group} {quoted} && chmod 640 {quoted}" if group == user else f"chown {user} {quoted}"
-    return f"it is of {owner}, mode {stat.S_IMODE(about.st_mode):04o}, and {who}: {remedy}"
+    return f"it is of {owner}, mode {mode:04o}, and {who}: {remedy}"
 
 
 def read_tokens(path: Path | None) -> tuple[Token, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import pwd
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +93,28 @@ def test_a_token_that_was_removed_while_the_file_could_not_be_read(
         assert not tokens.refresh() and len(caplog.records) == 2, "once in so many attempts"
     assert tokens.refresh() and [token.label for token in tokens] == ["nodes"]
     assert not tokens.refresh()
+
+
+def test_a_file_that_may_not_be_read_has_its_users_looked_up_once(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory service may take seconds for it, in every event loop every second."""
+    tokens = TokenFile(write(SERVER, RED))
+    write(SERVER)
+    asked: list[int] = []
+    users, groups = pwd.getpwuid, grp.getgrgid
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: asked.append(uid) or users(uid))
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: asked.append(gid) or groups(gid))
+
+    def denied(*_: object, **_named: object) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", denied)
+        for _ in range(AGAIN):
+            assert not tokens.refresh()
+    assert len(asked) == 4, "this process, and the file: a user and a group of each"
+    assert tokens.refresh() and len(tokens) == 1, "it is tried each time"
 
 
 def test_without_a_file_nobody_is_asked(write: Callable[..., Path]) -> None:
