@@ -310,7 +310,9 @@ class Worker(Service):
         if state.role == -1:  # this user asks something without a session
             peer.admit()
         if isinstance(msg, M.DataAttach | M.RingAttach) and peer.distrusted and CLOSER.waiting > WAITING_MAX:
-            raise RemoteProtocolError(_STILL_CLOSING)  # one connection may send one after the other
+            peer.send_error(frame.request_id, Status.UNAVAILABLE, _STILL_CLOSING)
+            peer.close(_STILL_CLOSING)  # else it may send one after the other
+            return b""
         if isinstance(msg, M.DataAttach):
             self._pass_data(peer, state)
             return reply(M.Done(1), frame.request_id)

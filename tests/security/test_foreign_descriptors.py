@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from simm.errors import TransportError
 from simm.host.threads import CLOSER, WAITING_MAX, Closer
+from simm.net.channel import Refused
 from simm.rpc import encode
 from simm.wire import messages as M
 from tests.support.child import Child
@@ -138,7 +138,8 @@ def test_one_connection_does_not_use_up_the_descriptors_of_a_worker(
             with worker.frozen():
                 worker.worker.peers[welcome.session].distrusted = foreign
             passed = 0
-            with contextlib.closing(channel), contextlib.suppress(TransportError):
+            refused = pytest.raises(Refused) if foreign else contextlib.nullcontext()
+            with contextlib.closing(channel), refused as said:
                 for _ in range(2 * WAITING_MAX):
                     ours, theirs = socket.socketpair()
                     with ours, theirs:
@@ -147,6 +148,9 @@ def test_one_connection_does_not_use_up_the_descriptors_of_a_worker(
                         for fd in fds:
                             os.close(fd)
                         passed += len(fds)
+            assert said is None or said.value.status == M.Status.UNAVAILABLE, "it may come again"
+            wait_until(lambda: not worker.worker.peers, "the connection is closed")
+            assert not worker.loop.protocol_errors, "it has kept to the protocol"
             assert passed == closer.waiting == (WAITING_MAX + 1 if foreign else 2 * WAITING_MAX)
             go_on.set()
             wait_until(lambda: not closer.waiting, "they are closed")
