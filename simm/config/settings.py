@@ -135,6 +135,8 @@ def _setting(
 _HOUR_MS: Final = 3_600_000
 _MONTH_MS: Final = 30 * 24 * _HOUR_MS
 _LOOPBACK_MANAGER: Final = Address("127.0.0.1", DEFAULT_MANAGER_PORT)
+#: Commands that take an address to listen on as a manager does. ``config`` shows the settings of all at once.
+_LIKE_MANAGER: Final = ("manager", "local", "config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +150,8 @@ class Settings:
     listen: Address = _setting(
         q.address_or(0), "address to listen on; port 0 is any free one", MANAGER, SERVER,
         default=Address("127.0.0.1", 0), metavar="HOST:PORT",
-        by_command=dict.fromkeys(("manager", "local"), _LOOPBACK_MANAGER),
-        parse_by_command=dict.fromkeys(("manager", "local"), q.address_or(DEFAULT_MANAGER_PORT)),
+        by_command=dict.fromkeys(_LIKE_MANAGER, _LOOPBACK_MANAGER),
+        parse_by_command=dict.fromkeys(_LIKE_MANAGER, q.address_or(DEFAULT_MANAGER_PORT)),
     )
     numa: str = _setting(
         q.string, "NUMA nodes that get a worker: 0, or 0,1, or all", SERVER, default="all", metavar="NODES",

@@ -224,6 +224,9 @@ def test_an_address_to_listen_on_without_a_port() -> None:
             assert load(command, {"listen": f"{written}:7"}, {}).listen == (host, 7)
         with pytest.raises(ConfigError, match="names no port"):
             load(command, {"http": "10.0.0.5"}, {})
+    # `simm config show` without a command.
+    assert load("config", {}, {"SIMM_LISTEN": "0.0.0.0"}).listen == ("0.0.0.0", 30001)
+    assert load("config", {}, {}).listen == load("manager", {}, {}).listen == ("127.0.0.1", 30001)
 
 
 def test_finished_values_pass_as_they_are() -> None:
