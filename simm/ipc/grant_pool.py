@@ -34,7 +34,7 @@ What can go wrong
   copied before they ask. The worker never waits either, it answers with fewer grants.
 * *All grants are with others.* The worker recalls idle ones, and other threads spend theirs. So a caller that may wait
   does, for up to half of what its call has left (:func:`obtain`). All waits of one call, for whatever values and
-  servers, share one :class:`RoomWait`.
+  servers, share one :class:`RoomWait`. A value in parts that comes forward gets back what its parts have waited.
 * *Those who wait starve*, as whoever has just put is the first to ask again: with 4 threads and room for 2 grants, half
   of the puts failed. So callers of one pool wait in a :class:`Line`. The first one asks, with pauses; the others sleep
   until it is their turn. While somebody waits, no put asks for grants ahead, and who comes joins the line.
@@ -375,6 +375,13 @@ class RoomWait:
 
     def __init__(self, left_s: float) -> None:
         self.left_s = left_s
+
+
+def room_of_call(left_s: float) -> RoomWait:
+    """Return what the call that this thread is in shares among its parts, or else a wait of so many seconds."""
+    mine = ALLOWANCE.mine
+    mine.look()
+    return RoomWait(left_s) if mine.room is None else mine.room
 
 
 class GrantHolder(Protocol[G]):

@@ -51,19 +51,25 @@ class Patience:
     """
 
     __slots__ = (
-        "__weakref__", "_deadline_s", "_least_s", "_left_s", "_lost_before", "_outer", "_progress", "_since",
-        "_spent_before", "_target", "_until", "_whole_s", "_worked",
+        "__weakref__", "_deadline_s", "_gone_before", "_gone_since", "_least_s", "_left_s", "_lost_before", "_outer",
+        "_progress", "_since", "_target", "_until", "_whole_s", "_worked",
     )  # fmt: skip
 
     def __init__(self, deadline_s: float, began: float | None = None) -> None:
+        mine = ALLOWANCE.mine
+        if mine.owner is not None:
+            mine.look()
         self._whole_s = deadline_s
         #: Of the call that this one is a part of, if any.
-        self._outer = ALLOWANCE.seconds, ALLOWANCE.until
-        self._deadline_s = self._left_s = min(deadline_s, max(0.0, ALLOWANCE.seconds))
-        self._least_s = deadline_s / 2
-        self._until = ALLOWANCE.until
-        self._spent_before = ALLOWANCE.spent
-        self._lost_before = ALLOWANCE.lost
+        self._outer = mine.seconds, mine.until
+        self._deadline_s = self._left_s = min(deadline_s, max(0.0, mine.seconds))
+        self._least_s = min(deadline_s / 2, mine.least_s)
+        self._until = mine.until
+        self._lost_before = mine.lost
+        #: What waits that were no exchanges, and parts of this call, had taken from the thread's calls by its begin.
+        self._gone_before = mine.spent + mine.lost
+        #: The same when it turned to a server, or had the last answer of :meth:`together`.
+        self._gone_since = 0.0
         self._target: Server | None = None
         self._since = 0.0
         #: When a server of :meth:`together` has answered last.
@@ -74,27 +80,36 @@ class Patience:
             self.count_all(began)
 
     def __enter__(self) -> Patience:
-        ALLOWANCE.own(self)
-        ALLOWANCE.seconds = self._left_s
+        mine = ALLOWANCE.mine
+        mine.own(self)
+        mine.seconds = self._left_s
         return self
 
     def __exit__(self, *_: object) -> None:
-        seconds, ALLOWANCE.until = self._outer
+        mine = ALLOWANCE.mine
+        seconds, until = self._outer
         if seconds != math.inf:
-            self._account(time.monotonic())
-            ALLOWANCE.lost += self._deadline_s - self._left_s
-            seconds = max(0.0, seconds - (ALLOWANCE.lost - self._lost_before))
-        ALLOWANCE.seconds = seconds
-        ALLOWANCE.disown(self)
+            if self._target is not None:
+                self._account(time.monotonic())
+            mine.lost += self._deadline_s - self._left_s
+            seconds = max(0.0, seconds - (mine.lost - self._lost_before))
+        mine.give_back(self, seconds, until)
 
     def count_all(self, began: float) -> None:
         """Let the call end within a deadline from ``began``, whatever it does until then."""
-        self._least_s = self._whole_s / 4
+        self._least_s = min(self._least_s, self._whole_s / 4)
         self._until = min(self._until, began + self._deadline_s)
 
     def take_off(self, seconds: float) -> None:
-        """Take a wait that was no exchange off the deadline, and off that of the call which this one is a part of."""
+        """Take a wait that was no exchange off the deadline, and off that of the call which this one is a part of.
+
+        Call :meth:`settle` before the wait.
+        """
         self._left_s -= seconds
+
+    def settle(self) -> None:
+        """Account for the server that the call turned to last: what comes now is no time that this one has cost."""
+        self._account(time.monotonic())
 
     @property
     def last_turn(self) -> float:
@@ -105,7 +120,8 @@ class Patience:
         """Return whether the call may wait for this server, which it turns to now. Account for the one before."""
         now = time.monotonic()
         self._account(now)
-        self._target, self._since = target, now
+        mine = ALLOWANCE.mine
+        self._target, self._since, self._gone_since = target, now, mine.spent + mine.lost
         if not self._allow(now):
             return False
         if target.fresh:
@@ -119,15 +135,21 @@ class Patience:
         """Take what the server that the call turned to last has cost off the deadline, if it has failed."""
         before, self._target = self._target, None
         if before is not None and before.path == "down":
-            self._left_s -= now - self._since
+            self._left_s -= self._cost(now, self._since)
+
+    def _cost(self, now: float, since: float) -> float:
+        """Return how much of the time since then nobody has taken off yet, seconds."""
+        mine = ALLOWANCE.mine
+        return max(0.0, now - since - (mine.spent + mine.lost - self._gone_since))
 
     def _allow(self, now: float, connecting_s: float = 0.0) -> bool:
         """Give the next exchanges what is left. Return False if that is not enough; sessions then begin none."""
-        left_s = self._left_s - (ALLOWANCE.spent - self._spent_before) - connecting_s
+        mine = ALLOWANCE.mine
+        left_s = self._left_s - (mine.spent + mine.lost - self._gone_before) - connecting_s
         if min(left_s, self._until - now) < self._least_s:
-            ALLOWANCE.seconds = 0.0
+            mine.seconds = 0.0
             return False
-        ALLOWANCE.seconds, ALLOWANCE.until = left_s, self._until
+        mine.seconds, mine.until = left_s, self._until
         return True
 
     # -- several servers at the same time ---------------------------------------------------------
@@ -149,7 +171,7 @@ class Patience:
             if meanwhile is not None:
                 began = time.monotonic()
                 meanwhile()
-                self._progress = time.monotonic()  # it is no wait for anybody
+                self._go_forward(time.monotonic())  # it is no wait for anybody
                 self._worked += self._progress - began
             while waits:
                 # When all that is left is to take the answers, each piece may wait by itself, and so may the only one.
@@ -163,7 +185,8 @@ class Patience:
 
     def _begin_all(self, every: Sequence[_Visit], waits: dict[Wait, _Visit]) -> None:
         """Begin the work at all servers that are connected, and connect to the others meanwhile."""
-        self._progress = now = time.monotonic()
+        now = time.monotonic()
+        self._go_forward(now)
         connected = []
         for visit in every:
             if visit.server.fresh:
@@ -177,7 +200,8 @@ class Patience:
     def _begin(self, visit: _Visit, connecting_s: float, waits: dict[Wait, _Visit]) -> None:
         """Begin the work at a server, if there is time for it."""
         if self._allow(time.monotonic(), connecting_s):
-            visit.left_s, visit.spent = ALLOWANCE.seconds, ALLOWANCE.spent
+            mine = ALLOWANCE.mine
+            visit.left_s, visit.gone = mine.seconds, mine.spent + mine.lost
             self._step(visit, waits)
 
     def _go_on(self, visit: _Visit, wait: Wait, waits: dict[Wait, _Visit], alone: bool) -> None:
@@ -195,15 +219,16 @@ class Patience:
             if self._progress < now:  # it was not begun
                 self._lose(now)
             return
-        ALLOWANCE.seconds = visit.left_s - (ALLOWANCE.spent - visit.spent)
-        ALLOWANCE.until = self._until
+        mine = ALLOWANCE.mine
+        mine.seconds = visit.left_s - (mine.spent + mine.lost - visit.gone)
+        mine.until = self._until
         silent = False
         if now >= wait.until:
             silent = not ready
             if silent:
-                ALLOWANCE.until = min(self._until, visit.since + visit.left_s)
+                mine.until = min(self._until, visit.since + visit.left_s)
             else:  # work at another server has held up this thread
-                wait.extend(now + ALLOWANCE.seconds / 2)
+                wait.extend(now + mine.seconds / 2)
         self._step(visit, waits, silent=silent, over=ready or not (alone or silent))
 
     def _step(
@@ -221,9 +246,10 @@ class Patience:
         if wait is not None:
             waits[wait] = visit
             if not silent:
-                self._progress = visit.since = now
+                visit.since = now
+                self._go_forward(now)
         elif visit.server.path != "down":
-            self._progress = now
+            self._go_forward(now)
         else:
             self._lose(now)
             for other in waits.values():  # it may have waited by itself, and they for it
@@ -231,20 +257,25 @@ class Patience:
 
     def _lose(self, now: float) -> None:
         """Take the time since the last answer off what the call has left."""
-        self._left_s -= now - self._progress
-        self._progress = now
+        self._left_s -= self._cost(now, self._progress)
+        self._go_forward(now)
+
+    def _go_forward(self, now: float) -> None:
+        """Note an answer, or that what was lost by now is taken off."""
+        mine = ALLOWANCE.mine
+        self._progress, self._gone_since = now, mine.spent + mine.lost
 
 
 class _Visit:
     """The work at one server of :meth:`Patience.together`."""
 
-    __slots__ = ("left_s", "server", "since", "spent", "steps")
+    __slots__ = ("gone", "left_s", "server", "since", "steps")
 
     def __init__(self, server: Server, steps: Steps[None]) -> None:
         self.server = server
         self.steps = steps
-        #: What its exchanges were allowed at its begin, seconds, and ``ALLOWANCE.spent`` then.
-        self.left_s = self.spent = 0.0
+        #: What its exchanges were allowed at its begin, seconds, and what was gone by then (``Patience._gone_before``).
+        self.left_s = self.gone = 0.0
         #: When its present exchange began; 0 before the first.
         self.since = 0.0
 

@@ -35,55 +35,77 @@ from typing import Any, Final
 LOOK_S: Final = 0.005
 
 
+class Left:
+    """What a thread's present call may still wait."""
+
+    __slots__ = ("least_s", "lost", "owner", "room", "seconds", "spent", "until")
+
+    def __init__(self) -> None:
+        #: What there is for one exchange, seconds; and when there is no more in all, monotonic seconds.
+        self.seconds = self.until = math.inf
+        #: No exchange is refused that has so much, seconds, although it is less than half of a deadline.
+        self.least_s = math.inf
+        #: What the call may wait for room, a ``RoomWait`` that all its parts share; None: each part has its own.
+        self.room: Any = None
+        #: The outermost object that has set it; None if that did so without a ``with`` statement.
+        self.owner: weakref.ref[Any] | None = None
+        #: What this thread's calls have spent on waits that were no exchanges, seconds.
+        self.spent = 0.0
+        #: What the parts of this thread's calls have lost with servers that do not answer, seconds.
+        self.lost = 0.0
+
+    def look(self) -> None:
+        """Forget what an owner has set that has gone. To be called before anything but ``spent`` and ``lost``."""
+        owner = self.owner
+        if owner is not None and owner() is None:
+            self.give_back(None, math.inf, math.inf)
+
+    def own(self, owner: object) -> None:
+        """Let what is set from now on be this object's, unless a call around it has set some: call it before that."""
+        self.look()
+        if self.seconds == self.until == math.inf:
+            self.owner = weakref.ref(owner)
+
+    def give_back(self, owner: object, seconds: float, until: float) -> None:
+        """Set back what an object had set, which owns it no longer."""
+        if self.owner is not None and self.owner() is owner:
+            self.least_s, self.room = math.inf, None
+            self.seconds, self.until = seconds, until
+            self.owner = None
+        else:
+            self.seconds, self.until = seconds, until
+
+
 class Allowance(threading.local):
     """What the present call of this thread may still wait. Whoever sets it sets it back at the end of the call."""
 
-    _seconds: float = math.inf
-    _until: float = math.inf
-    #: The outermost object that has set it; None if that did so without a ``with`` statement.
-    _owner: weakref.ref[Any] | None = None
-    #: What this thread's calls have spent on waits that were no exchanges, seconds.
-    spent: float = 0.0
-    #: What the parts of this thread's calls have lost with servers that do not answer, seconds.
-    lost: float = 0.0
+    def __init__(self) -> None:
+        #: One look-up of the thread's gets all of it.
+        self.mine = Left()
 
     @property
     def seconds(self) -> float:
         """What there is for one exchange, seconds."""
-        if self._seconds != math.inf and self._owner is not None:
-            self._look()
-        return self._seconds
+        mine = self.mine
+        if mine.owner is not None:
+            mine.look()
+        return mine.seconds
 
     @seconds.setter
     def seconds(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.mine.seconds = seconds
 
     @property
     def until(self) -> float:
         """When there is no more in all, monotonic seconds."""
-        if self._until != math.inf and self._owner is not None:
-            self._look()
-        return self._until
+        mine = self.mine
+        if mine.owner is not None:
+            mine.look()
+        return mine.until
 
     @until.setter
     def until(self, until: float) -> None:
-        self._until = until
-
-    def _look(self) -> None:
-        """Forget what an owner has set that has gone."""
-        if self._owner is not None and self._owner() is None:
-            self._seconds = self._until = math.inf
-            self._owner = None
-
-    def own(self, owner: object) -> None:
-        """Let what is set from now on be this object's, unless a call around it has set some: call it before that."""
-        if self.seconds == math.inf and self.until == math.inf:
-            self._owner = weakref.ref(owner)
-
-    def disown(self, owner: object) -> None:
-        """Note that this object has set back what it had set."""
-        if self._owner is not None and self._owner() is owner:
-            self._owner = None
+        self.mine.until = until
 
 
 ALLOWANCE: Final = Allowance()
@@ -91,13 +113,17 @@ ALLOWANCE: Final = Allowance()
 
 def allowed(seconds: float) -> float:
     """Return how long a wait that begins now may last: ``seconds``, or what the call has left."""
-    return min(seconds, ALLOWANCE.seconds, ALLOWANCE.until - time.monotonic())
+    mine = ALLOWANCE.mine
+    if mine.owner is not None:
+        mine.look()
+    return min(seconds, mine.seconds, mine.until - time.monotonic())
 
 
 def spend(seconds: float) -> None:
     """Take a wait that was no exchange off what the call has left."""
-    ALLOWANCE.seconds -= seconds
-    ALLOWANCE.spent += seconds
+    mine = ALLOWANCE.mine
+    mine.seconds -= seconds
+    mine.spent += seconds
 
 
 def at_most(seconds: float) -> AbstractContextManager[None]:
@@ -106,7 +132,10 @@ def at_most(seconds: float) -> AbstractContextManager[None]:
 
 
 def at_least(seconds: float) -> AbstractContextManager[None]:
-    """Let this thread wait for ``seconds`` inside the block, although its call may have none left: to clean up."""
+    """Let this thread wait for ``seconds`` inside the block, although its call may have none left: to clean up.
+
+    An exchange is begun with half of them then.
+    """
     return _AtLeast(seconds)
 
 
@@ -117,13 +146,14 @@ class _AtMost:
         self._seconds = seconds
 
     def __enter__(self) -> None:
-        ALLOWANCE.own(self)
-        self._before = before = ALLOWANCE.until
-        ALLOWANCE.until = min(before, time.monotonic() + self._seconds)
+        mine = ALLOWANCE.mine
+        mine.own(self)
+        self._before = before = mine.until
+        mine.until = min(before, time.monotonic() + self._seconds)
 
     def __exit__(self, *_: object) -> None:
-        ALLOWANCE.until = self._before
-        ALLOWANCE.disown(self)
+        mine = ALLOWANCE.mine
+        mine.give_back(self, mine.seconds, self._before)
 
 
 class _AtLeast:
@@ -133,13 +163,15 @@ class _AtLeast:
         self._seconds = seconds
 
     def __enter__(self) -> None:
-        ALLOWANCE.own(self)
-        self._before = before = ALLOWANCE.seconds
-        ALLOWANCE.seconds = max(before, self._seconds)
+        mine = ALLOWANCE.mine
+        mine.own(self)
+        self._before = before = mine.seconds, mine.least_s
+        mine.seconds, mine.least_s = max(before[0], self._seconds), min(before[1], self._seconds / 2)
 
     def __exit__(self, *_: object) -> None:
-        ALLOWANCE.seconds = self._before
-        ALLOWANCE.disown(self)
+        mine = ALLOWANCE.mine
+        seconds, mine.least_s = self._before
+        mine.give_back(self, seconds, mine.until)
 
 
 def tries_of(lock: threading.Lock) -> Iterator[bool]:

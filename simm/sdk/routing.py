@@ -493,6 +493,16 @@ class Routes:
         router = self.router
         return Patience(DEFAULT_DEADLINE_S if router is None else router.deadline_s, began)
 
+    def all_mapped(self) -> bool:
+        """Return whether reads ask no server: all arenas are mapped here, and no shard is moving. O(workers)."""
+        router = self.router
+        if router is None or router.table.moving:
+            return False
+        for target in router.targets.values():  # noqa: SIM110 -- a generator takes twice the time
+            if target.reader is None:
+                return False
+        return True
+
     def session_failed(self, target: Target, session: WorkerSession, exc: Exception) -> None:
         """Note that an exchange failed: the target is down if the session broke."""
         log.info("%r: %s", target, exc)

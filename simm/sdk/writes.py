@@ -34,7 +34,7 @@ from ..host.buffers import Copier, DeviceBuffer, Pieces, Span
 from ..host.parts import HOST_TYPES, checksum, has_device, host_pieces, on_device
 from ..ipc.answer_wait import AnswerWait, forsake, take
 from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
-from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait
+from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, room_of_call
 from ..ipc.patience import Patience
 from ..ipc.put import NOT_SENT, ShmPut
 from ..ipc.steps import Steps, finish
@@ -144,7 +144,8 @@ class Puts:
         self, digests: Sequence[bytes], sources: Sequence[memoryview | Span], patience: Patience | None = None
     ) -> list[int]:
         """Store values; return a Status for each. Not counted."""
-        batch = PutBatch(digests, sources, [Status.UNAVAILABLE] * len(digests), RoomWait(self._deadline_s / 2))
+        room = room_of_call(self._deadline_s / 2)
+        batch = PutBatch(digests, sources, [Status.UNAVAILABLE] * len(digests), room)
         groups = self._routes.group(digests)
         act = functools.partial(self._put_at, batch)
         with self._routes.patience() if patience is None else contextlib.nullcontext(patience) as patience:
@@ -194,7 +195,7 @@ class Puts:
 
         ``began``: when the call did, monotonic seconds.
         """
-        batch = PutBatch([digest], [source], [Status.WRONG_OWNER], RoomWait(self._deadline_s / 2))
+        batch = PutBatch([digest], [source], [Status.WRONG_OWNER], room_of_call(self._deadline_s / 2))
         act = functools.partial(self._put_at, batch)
         with self._routes.patience() as patience:
             self._redirect([digest], batch.statuses, act, began, {0: target}, patience, values=True)
@@ -245,6 +246,7 @@ class Puts:
             todo = [position for position in asked if statuses[position] == Status.WRONG_OWNER]
             if not todo:
                 break
+            patience.settle()  # that server's time does not go on while this call waits for the next owner
             waits_since = time.monotonic()
             again = retry.wait([(digests[position], asked[position]) for position in todo])
             patience.take_off(time.monotonic() - waits_since)

@@ -85,10 +85,14 @@ class LargeCalls:
 
     def _read_large(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Any]:
         """Do ``get_digests`` for values of which some may be in parts, within one deadline."""
+        read = self._gets.read_many if self._replicas is None else self._replicas.read
+        if self._routes.all_mapped():  # the parts, if there are any, are all that may cost time
+            results = read(digests, sinks)
+            self._large.resolve(digests, sinks, results)
+            return results
         with self._routes.patience():
-            results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, sinks)
-            if self._counters["large"]:
-                self._large.resolve(digests, sinks, results)
+            results = read(digests, sinks)
+            self._large.resolve(digests, sinks, results)
         return results
 
     def get_mixed(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Result]:

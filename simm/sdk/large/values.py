@@ -17,7 +17,11 @@ What can go wrong, and what we chose
 * *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up.
   So is what was kept of a value that was replaced meanwhile. A put in parts ends the keeping of what it replaces.
 * *Servers do not answer.* All exchanges of a call have one deadline, however many values and parts it has. What there
-  is no time for is not begun. What is to be undone then has half a deadline more.
+  is no time for is not begun. What is to be undone then has half a deadline more, and half of that is enough for a
+  server.
+* *There is no room.* Waits for room that were in vain have half a deadline in all, in a call. Values for which nothing
+  is left of that are tried, but not waited for. A wait after which a group of parts is stored costs nothing: a put that
+  comes forward may be as long as it likes.
 * *A manifest is forged, or damaged.* Its numbers are bounded, and nothing is allocated before bytes are there for it.
   Of its parts only those of exactly the right size count. A forged one may name thousands of parts, and a thousand of
   them in one call would take minutes to drop: so a call drops parts for as long as its deadline. What is left is
@@ -35,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...constants import KEEP_PARTS, KEEP_SOFT, VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
 from ...host.buffers import Ranges, Span, fits
+from ...ipc.grant_pool import RoomWait, room_of_call
 from ...ipc.patience import Patience
 from ...net.allowance import ALLOWANCE, at_least
 from ...wire.status import Status
@@ -93,10 +98,11 @@ class Large:
     def _undoing(self) -> Iterator[None]:
         """Give what is undone half a deadline, also if the call has none left. It counts for what comes after."""
         left_s = self._deadline_s / 2
-        lost = ALLOWANCE.lost
+        mine = ALLOWANCE.mine
+        lost = mine.lost
         with at_least(left_s), Patience(left_s):
             yield
-        ALLOWANCE.seconds = max(0.0, ALLOWANCE.seconds - (ALLOWANCE.lost - lost))
+        mine.seconds = max(0.0, mine.seconds - (mine.lost - lost))
 
     # -- manifests ----------------------------------------------------------------------------------
 
@@ -104,11 +110,12 @@ class Large:
         """Return the manifest under a key, None if there is none."""
         return self.manifests([digest])[0]
 
-    def _found(self, digest: bytes) -> tuple[Manifest | None, bool]:
-        """Return the manifest under a key, None if there is none; and whether an ordinary value is there instead."""
+    def _found(self, digest: bytes) -> tuple[Manifest | None, Any]:
+        """Return the manifest under a key, None if there is none; and the answer, LARGE if an ordinary value is there
+        instead."""
         room = bytearray(MANIFEST_BYTES)
         got = self._read_manifests([digest], [memoryview(room)])[0]
-        return _decoded(digest, room, got), got is LARGE
+        return _decoded(digest, room, got), got
 
     def manifests(self, digests: Sequence[bytes]) -> list[Manifest | None]:
         """Return the manifest under each key, None where there is none. One exchange with each worker elsewhere."""
@@ -142,19 +149,23 @@ class Large:
         statuses: dict[bytes, int] = {}
         others = [position for position in last.values() if len(sources[position]) <= most]
         with Patience(self._deadline_s):
+            mine = ALLOWANCE.mine
+            before = mine.room
+            mine.room = room = room_of_call(self._deadline_s / 2)
             if others:
                 names = [digests[position] for position in others]
                 statuses.update(zip(names, put_others(names, [sources[position] for position in others])))
             for digest, position in last.items():
                 if digest not in statuses:
-                    statuses[digest] = self._put(digest, sources[position], if_absent)
+                    statuses[digest] = self._put(digest, sources[position], if_absent, room)
+            mine.room = before
         return [statuses[digest] for digest in digests]
 
-    def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool) -> int:
+    def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool, room: RoomWait) -> int:
         self._counters["large"] += 1
-        old, ordinary = self._found(digest)
+        old, got = self._found(digest)
         spared = old if old is not None and (self._put_once or (if_absent and old.total == len(source))) else None
-        if (self._put_once and ordinary) or (spared is not None and self._has_parts(digest, spared)):
+        if (self._put_once and got is LARGE) or (spared is not None and self._has_parts(digest, spared)):
             self._counters["present"] += 1
             return Status.OK
         new = self._new_manifest(len(source))
@@ -162,12 +173,14 @@ class Large:
         status: int = Status.OK
         for some in _grouped(list(zip(new.digests(digest), new.bounds())), PARTS_TOGETHER):
             names = [name for name, _ in some]
+            room_s = room.left_s
             answers = self._put_parts(names, [source_section(source, *bounds) for _, bounds in some])
             stored += [name for name, answer in zip(names, answers) if answer == Status.OK]
             status = next((answer for answer in answers if answer != Status.OK), Status.OK)
             if status != Status.OK:
                 self._counters["put_failures"] += 1
                 break
+            room.left_s = room_s  # there was room in the end
         if status == Status.OK:
             if not self._put_once:
                 old = self.manifest(digest)  # as late as possible: whose parts nobody reads any more
@@ -175,9 +188,9 @@ class Large:
                 self._delete([digest])  # or the new one would not be stored
             status = self._put_manifests([digest], [memoryview(new.encode(digest))])[0]
         if status == Status.OK and self._put_once:
-            there, ordinary = self._found(digest)
+            there, got = self._found(digest)
             # Neither: it could not be read, or has gone again. Nobody knows that it is not this one.
-            if ordinary or (there is not None and there.version != new.version):
+            if got is LARGE or (there is not None and there.version != new.version):
                 self.drop(digest, new)
                 if spared is not None and there is not None and there.version == spared.version:
                     self._counters["put_failures"] += 1
@@ -211,9 +224,10 @@ class Large:
 
     def resolve(self, digests: Sequence[bytes], sinks: Sequence[Sink], results: list[Any]) -> None:
         """Read what the results of other reads call large."""
-        with Patience(self._deadline_s):
-            for position, got in enumerate(results):
-                if got is LARGE:
+        positions = [position for position, got in enumerate(results) if got is LARGE]
+        if positions:
+            with Patience(self._deadline_s):
+                for position in positions:
                     results[position] = self.read(digests[position], sinks[position])
 
     def read(self, digest: bytes, sink: Sink) -> Answer:
@@ -320,7 +334,8 @@ class Large:
 
         Two exchanges with each server that has a part, and one with that of the manifest after them.
         """
-        manifest = self.manifest(digest)
+        manifest, got = self._found(digest)
+        status: int = Status.UNAVAILABLE
         for _ in range(READS):
             if manifest is None:
                 break
@@ -329,7 +344,7 @@ class Large:
                 return self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)[-1]
             answers = self._keep(names, how | KEEP_PARTS, seconds)
             status = next((answer for answer in answers if answer != Status.OK), Status.OK)
-            there = self.manifest(digest)
+            there, got = self._found(digest)
             same = there is not None and there.version == manifest.version
             if same and status == Status.OK:
                 return status
@@ -339,6 +354,8 @@ class Large:
             if same:
                 return status
             manifest = there
+        if got == UNAVAILABLE:  # nobody knows that it has gone
+            return status or Status.UNAVAILABLE
         return Status.NOT_FOUND
 
     def with_parts(self, digests: Sequence[bytes]) -> list[bytes]:

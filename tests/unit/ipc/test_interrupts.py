@@ -19,7 +19,7 @@ from simm.errors import DeadlineError, NotSentError
 from simm.ipc.answer_wait import AnswerWait, take
 from simm.ipc.patience import Patience
 from simm.ipc.session import WorkerSession
-from simm.net.allowance import ALLOWANCE, Allowance, allowed, at_least, at_most, tries_of, tries_within
+from simm.net.allowance import ALLOWANCE, Left, allowed, at_least, at_most, tries_of, tries_within
 from simm.sdk.ops.pins import Pins
 from tests.support.waiting import wait_until
 
@@ -224,7 +224,7 @@ def test_no_interrupt_leaves_an_allowance_to_the_next_call(call: Callable[[], No
 
 @pytest.mark.parametrize("call", [patience, nested])
 def test_mutation_without_an_owner_it_is_left(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Allowance, "own", lambda *_: None)
+    monkeypatch.setattr(Left, "own", lambda *_: None)
     left: list[bool] = []
 
     def check() -> None:
