@@ -211,7 +211,6 @@ class Client(
         ``memory``: bytes of the arena, or text such as ``"2G"``. Other arguments as for the client.
         """
         from .sdk.local_cluster import LocalCluster  # the SDK must not need the servers' modules
-
         cluster = LocalCluster(memory=memory)
         arguments.setdefault("token", cluster.token)
         for name in ("tls_ca", "tls_cert", "tls_key", "tls_name"):  # what the environment's cluster wants
@@ -564,12 +563,13 @@ class Client(
 
     def close(self) -> None:
         """Close all connections, and end a local cluster. Twice is harmless, and ends what was interrupted before."""
-        with self._start_lock:
-            self._closed = True
-            if self._ending:
-                return  # it has ended, or another thread is at it
-            self._ending = True
+        mine = False
         try:
+            with self._start_lock:
+                self._closed = True
+                if self._ending:
+                    return  # it has ended, or another thread is at it
+                mine = self._ending = True
             with contextlib.ExitStack() as left:  # from the last to the first
                 if (owned := self._owned) is not None:
                     left.callback(owned.close)
@@ -582,7 +582,7 @@ class Client(
                 if (executor := self._executor) is not None:
                     executor.shutdown(wait=True, cancel_futures=True)
         except BaseException:
-            self._ending = False
+            self._ending &= not mine
             raise
 
     def _after_fork(self) -> None:

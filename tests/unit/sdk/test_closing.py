@@ -343,3 +343,50 @@ def test_a_close_that_is_interrupted_closes_the_rest_and_a_second_one_ends_it(
     assert len(done) == 1 + len(steps), "it has ended"
     with pytest.raises(UsageError, match="closed"):
         client.get("k")
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+def test_a_close_that_is_interrupted_as_it_releases_its_lock_is_done_by_the_next() -> None:
+    client = FakeClient(store=FakeStore())
+    lock = client._start_lock
+
+    class Lock:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            raise Interrupted
+
+    given: Any = Lock()
+    client._start_lock = given
+    with pytest.raises(Interrupted):
+        client.close()
+    client._start_lock = lock
+    assert not client._routes.closed, "the control"
+    client.close()
+    assert client._routes.closed
+
+
+def test_a_close_during_another_one_leaves_that_alone() -> None:
+    """Also if it is interrupted itself."""
+    client = FakeClient(store=FakeStore())
+    client._ending = True
+    lock = client._start_lock
+
+    class Lock:
+        def __enter__(self) -> None:
+            raise Interrupted
+
+        def __exit__(self, *_: object) -> None: ...
+
+    given: Any = Lock()
+    client._start_lock = given
+    with pytest.raises(Interrupted):
+        client.close()
+    assert client._ending, "another thread is at it"
+    client._start_lock, client._ending = lock, False
+    client.close()
