@@ -24,9 +24,11 @@ the scope or in the keys.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -44,11 +46,48 @@ log = logging.getLogger("simm.connectors")
 #: Attempts to store a generation while others do.
 _ATTEMPTS: Final = 3
 
+#: What the text of a function, and of an object that has no text of its own, differs by in each process.
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+
 
 def identity(facts: Mapping[str, Any]) -> str:
-    """Return a digest, 24 characters, of facts that must all be equal for values to be interchangeable. O(facts)."""
-    text = json.dumps({name: str(value) for name, value in facts.items()}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    """Return a digest, 24 characters, of facts that must all be equal for values to be interchangeable. O(facts).
+
+    Warns once of each fact that is code, or has some: it counts by its name.
+    """
+    texts = {}
+    for name, value in facts.items():
+        texts[name] = text = str(value)
+        if isinstance(value, set | frozenset) or (type(value) is not str and _ADDRESS.search(text)):
+            texts[name] = _described(value)
+            if _ADDRESS.search(text):
+                _warn_of_code(name, texts[name])
+    return hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _described(value: Any) -> str:
+    """Return a text that a value has in all processes: without addresses, and in one order."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_described(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple | set | frozenset):
+        texts = [_described(each) for each in value]
+        return f"[{', '.join(texts if isinstance(value, list | tuple) else sorted(texts))}]"
+    if isinstance(value, functools.partial):
+        return f"partial({_described(value.func)}, {_described(value.args)}, {_described(value.keywords)})"
+    text = repr(value)
+    if isinstance(value, str) or not _ADDRESS.search(text):
+        return text
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    text = f"{kind.__module__}.{kind.__qualname__}"
+    return text if kind is value else f"{text}({_ADDRESS.sub('', str(getattr(value, '__dict__', '')))})"
+
+
+@functools.cache
+def _warn_of_code(name: str, text: str) -> None:
+    log.warning(
+        "the engine's setting %s is code (%s), of which only the name is known: engines with other versions of it need "
+        "a weight_version or a salt each, else they read each other's values", name, text,
+    )  # fmt: skip
 
 
 class Keyspace:

@@ -47,8 +47,10 @@ def of_memory(vllm_config: Any) -> dict[str, Any]:
     )  # fmt: skip
     for part, names in parts:
         facts |= {name: getattr(part, name, None) for name in names}
-    # Such a length is made smaller to fit the memory only after the model was loaded for the full one.
-    facts["automatic_length"] = getattr(model, "original_max_model_len", None) == -1
+    if getattr(model, "original_max_model_len", None) == -1:
+        # It is made smaller to fit the memory, by another number at each start, but only after the model was loaded for
+        # the full one.
+        facts["max_model_len"] = "automatic"
     if getattr(getattr(vllm_config, "load_config", None), "load_format", None) == "dummy":
         facts["dummy"] = True  # all other formats load the same weights
     return facts

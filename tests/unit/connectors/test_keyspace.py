@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +51,59 @@ def test_an_identity_names_every_fact_and_its_value() -> None:
     assert identity(facts) == identity(dict(reversed(facts.items()))) and len(identity(facts)) == 24
     for changed in ({**facts, "model": "b"}, {**facts, "page_size": 1}, {**facts, "more": ""}, {"model": "a"}):
         assert identity(changed) != identity(facts)
+
+
+def rotated(factor: float) -> float:
+    """Stand for an override of a model's configuration."""
+    return factor
+
+
+class Rope:
+    """One without a text of its own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def apply(self) -> float:
+        return self.factor
+
+
+CODE: dict[str, Callable[[], Any]] = {
+    "function": lambda: types.FunctionType(rotated.__code__, {}, "rotated"),
+    "lambda": lambda: lambda config: config,
+    "partial": lambda: functools.partial(types.FunctionType(rotated.__code__, {}), factor=2),
+    "object": lambda: Rope(2),
+    "method": lambda: Rope(2).apply,
+    "nested": lambda: {"rope": [Rope(2), (types.FunctionType(rotated.__code__, {}),)]},
+}
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_no_address_of_a_process_is_in_an_identity(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    keyspace._warn_of_code.cache_clear()
+    one, other = CODE[kind](), CODE[kind]()
+    assert str(one) != str(other), "the control"
+    assert identity({"overrides": one}) == identity({"overrides": other})
+    (told,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "overrides" in told and "weight_version" in told and " at 0x" not in told
+    others = [make() for name, make in CODE.items() if name != kind]
+    assert identity({"overrides": one}) not in [identity({"overrides": each}) for each in (*others, {}, None)]
+
+
+def test_code_that_can_be_told_apart_is() -> None:
+    values: list[Any] = [
+        Rope(2), Rope(3), functools.partial(rotated, 2), functools.partial(rotated, 3), rotated, identity,
+        Rope(2).apply,
+    ]  # fmt: skip
+    assert len({identity({"overrides": each}) for each in values}) == len(values)
+
+
+def test_sets_count_in_one_order(caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"layer {number}" for number in range(50)]
+    assert identity({"targets": set(names)}) == identity({"targets": frozenset(reversed(names))})
+    assert identity({"targets": set(names)}) != identity({"targets": set(names[1:])})
+    assert identity({"path": "x at 0x1"}) != identity({"path": "x at 0x2"}), "a text is no code"
+    assert not caplog.records
 
 
 def test_keys_of_any_length_fit() -> None:

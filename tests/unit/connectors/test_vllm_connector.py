@@ -89,6 +89,17 @@ def test_engines_with_other_draft_models_share_nothing(engines: Engines, more: d
     assert own == engines.identity(draft="org/draft") and own != engines.identity(draft="org/draft", more=more)
 
 
+def test_a_length_that_fits_the_memory_is_the_same_at_each_start(engines: Engines) -> None:
+    """With ``--max-model-len auto`` the memory that happens to be free decides."""
+
+    def named(wanted: int, length: int) -> Any:
+        more = {"model_config": {"original_max_model_len": wanted, "max_model_len": length}}
+        return engines.identity(more=more)
+
+    assert named(-1, 81920) == named(-1, 81904)
+    assert len({named(-1, 81920), named(81920, 81920), named(81904, 81904)}) == 3
+
+
 def test_engines_that_load_the_same_weights_in_another_way_share(engines: Engines) -> None:
     assert engines.identity() == engines.identity(more={"load_config": {"load_format": "runai_streamer"}})
 

@@ -81,6 +81,17 @@ def test_engines_that_differ_share_nothing(tiers: Tiers, other: dict[str, Any]) 
     assert own == tiers.scope(World().config()) and own != tiers.scope(World(**other).config())
 
 
+def test_a_length_that_fits_the_memory_is_the_same_at_each_start(tiers: Tiers) -> None:
+    """With ``--max-model-len auto`` the memory that happens to be free decides."""
+
+    def named(wanted: int, length: int) -> Any:
+        more = {"model_config": {"original_max_model_len": wanted, "max_model_len": length}}
+        return tiers.scope(World(more=more).config())
+
+    assert named(-1, 81920) == named(-1, 81904)
+    assert len({named(-1, 81920), named(81920, 81920), named(81904, 81904)}) == 3
+
+
 def test_widths_are_told_apart_by_vllm_alone(tiers: Tiers) -> None:
     """vLLM says which chunks are the same at any width: the settings have none in them."""
     assert tiers.scope(World().config()) == tiers.scope(World(tp=2, rank=1).config())
