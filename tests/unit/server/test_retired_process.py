@@ -15,7 +15,7 @@ def test_a_retired_process_is_not_started_later(monkeypatch: pytest.MonkeyPatch,
     loop, forks = Loop(), [0]
     children = Children(loop, lambda: ())
 
-    def fork(*_: object) -> None:
+    def fork(*_: object, **__: object) -> None:
         forks[0] += 1
         raise OSError(11, "no process to spare")
 
