@@ -28,7 +28,6 @@ import functools
 import hashlib
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -40,53 +39,48 @@ from ..host.buffers import Span
 from ..schemes.encodings import short_key
 from ..schemes.registry import GENERATION, generation_key
 from ..wire.status import Status
+from .described import described
 
 log = logging.getLogger("simm.connectors")
 
 #: Attempts to store a generation while others do.
 _ATTEMPTS: Final = 3
 
-#: What the text of a function, and of an object that has no text of its own, differs by in each process.
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+#: Characters of a setting in a warning.
+_SHOWN: Final = 200
 
 
 def identity(facts: Mapping[str, Any]) -> str:
     """Return a digest, 24 characters, of facts that must all be equal for values to be interchangeable. O(facts).
 
-    Warns once of each fact that is code, or has some: it counts by its name.
+    Never raises because of a value. Warns once of each fact that is code, or has some, as parts of it count by their
+    names; and once of each that cannot be told: it is another one at each call, so nothing is shared.
     """
     texts = {}
     for name, value in facts.items():
-        texts[name] = text = str(value)
-        if isinstance(value, set | frozenset) or (type(value) is not str and _ADDRESS.search(text)):
-            texts[name] = _described(value)
-            if _ADDRESS.search(text):
-                _warn_of_code(name, texts[name])
+        texts[name], code, unknown = described(value)
+        if unknown:
+            _warn_of_unknown(name, unknown)
+        elif code:
+            _warn_of_code(name, texts[name][:_SHOWN])
     return hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def _described(value: Any) -> str:
-    """Return a text that a value has in all processes: without addresses, and in one order."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_described(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple | set | frozenset):
-        texts = [_described(each) for each in value]
-        return f"[{', '.join(texts if isinstance(value, list | tuple) else sorted(texts))}]"
-    if isinstance(value, functools.partial):
-        return f"partial({_described(value.func)}, {_described(value.args)}, {_described(value.keywords)})"
-    text = repr(value)
-    if isinstance(value, str) or not _ADDRESS.search(text):
-        return text
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    text = f"{kind.__module__}.{kind.__qualname__}"
-    return text if kind is value else f"{text}({_ADDRESS.sub('', str(getattr(value, '__dict__', '')))})"
 
 
 @functools.cache
 def _warn_of_code(name: str, text: str) -> None:
     log.warning(
-        "the engine's setting %s is code (%s), of which only the name is known: engines with other versions of it need "
-        "a weight_version or a salt each, else they read each other's values", name, text,
+        "the engine's setting %s is code, or has some (%s). Functions in it count with their bytecode, defaults and "
+        "closures, and objects with what they hold. What the functions call or read of their modules, and the classes "
+        "of objects, count by their names: engines with other versions of those need a weight_version or a salt each, "
+        "else they read each other's values", name, text,
+    )  # fmt: skip
+
+
+@functools.cache
+def _warn_of_unknown(name: str, why: str) -> None:
+    log.warning(
+        "the engine's setting %s cannot be told from others (%s): what is stored with it is shared with no other "
+        "engine, and not found after a restart", name, why,
     )  # fmt: skip
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
+import subprocess
+import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from simm.connectors import keyspace
+from simm.connectors import described, keyspace
 from simm.connectors.keyspace import Keyspace, connect, identity
 from simm.constants import KEY_BYTES_MAX
 from simm.schemes.encodings import short_key
 from simm.testing import FakeClient, FakeStore
 from simm.wire.status import Status
 from tests.support.clock import Clock
+from tests.support.settings import PAIRS, Held
 
 
 @pytest.fixture
@@ -104,6 +110,89 @@ def test_sets_count_in_one_order(caplog: pytest.LogCaptureFixture) -> None:
     assert identity({"targets": set(names)}) != identity({"targets": set(names[1:])})
     assert identity({"path": "x at 0x1"}) != identity({"path": "x at 0x2"}), "a text is no code"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_settings_that_differ_deep_inside_have_identities_of_their_own(kind: str) -> None:
+    one, other = PAIRS[kind]()
+    assert identity({"setting": one}) != identity({"setting": other})
+    assert identity({"setting": one}) == identity({"setting": PAIRS[kind]()[0]})
+
+
+def test_settings_have_one_identity_in_all_processes() -> None:
+    found = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.support.settings"], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert len(found[0]) == len(PAIRS) and found[0] == found[1]
+
+
+PLAIN: list[Any] = [
+    "x", "é\ud800", 7, -1.5, True, None, [1, "a", None], (1,), (1, (2, [])), {"a": {"b": [1, 2.5, {}]}}, b"x", {"q"},
+    set(), np.dtype("int8"), np.float64(2.5), np.float32(2.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=ascii)
+def test_plain_values_count_with_their_text(value: Any) -> None:
+    assert described.described(value) == (str(value), False, "")
+
+
+class Raises:
+    """One that cannot be read."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AttributeError("injected")
+
+    def __repr__(self) -> str:
+        raise OSError("injected")
+
+
+def nested(levels: int) -> list[Any]:
+    """Return a list of lists of lists."""
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+def shared(levels: int) -> list[Any]:
+    """Return a list that is small in memory, and has no end when it is walked."""
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made, made]
+    return made
+
+
+UNKNOWN: dict[str, Callable[[], Any]] = {
+    "generator": lambda: (each for each in "ab"), "iterator": lambda: iter([1]), "map": lambda: map(str, []),
+    "in an object": lambda: Held({"a": iter([1])}), "deep": lambda: nested(5000), "wide": lambda: shared(40),
+    "raises": lambda: Raises(), "memory": lambda: memoryview(b"x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_cannot_be_told_is_shared_with_nobody(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    keyspace._warn_of_unknown.cache_clear()
+    value = UNKNOWN[kind]()
+    assert identity({"overrides": value}) != identity({"overrides": value})
+    (told,) = [each.getMessage() for each in caplog.records]
+    assert "overrides" in told and "shared with no other" in told
+
+
+def test_a_lock_and_a_kept_result_in_an_object_cost_no_hits() -> None:
+    class Config(Held):
+        @functools.cached_property
+        def twice(self) -> int:
+            return int(self.value) * 2
+
+    one, other = Config(2), Config(2)
+    one.lock, other.lock = threading.Lock(), threading.Lock()  # type: ignore[attr-defined]
+    assert one.twice == 4 and identity({"overrides": one}) == identity({"overrides": other})
 
 
 def test_keys_of_any_length_fit() -> None:
