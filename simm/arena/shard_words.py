@@ -148,8 +148,10 @@ class ShardWords:
     def retire(self, epoch: int, since: bytes, roles: bytes) -> bool:
         """Apply the first half of the map of ``epoch``: zero the words of the shards that it takes away.
 
-        Return True if there were any. The caller then drops their entries before :meth:`take`, or calls
-        :meth:`begin_clearing` and drops them later. Raise UsageError, with nothing changed, for a malformed map.
+        Freeze those that it moves out, too: whoever notes that the map is known has then nothing readable left that the
+        next owner may supersede. Return True if a shard was taken away. The caller then drops its entries before
+        :meth:`take`, or calls :meth:`begin_clearing` and drops them later. Raise UsageError, with nothing changed, for
+        a malformed map.
         """
         if len(since) != 8 * SHARD_COUNT or len(roles) != SHARD_COUNT:
             raise UsageError("a map's roles and epochs are for all shards")
@@ -174,6 +176,7 @@ class ShardWords:
         self._gone = np.flatnonzero((words != 0) & ~keep).tolist()
         for shard in self._gone:
             self._store(shard, 0)
+        self._set_words(leaving_only=True)
         for shard, frozen_at in self.clearing.items():  # the same rules for a FREEZE that is only remembered
             if frozen_at <= epoch and not (leaving[shard] and frozen_at >= epochs[shard]):
                 self.clearing[shard] = 0
@@ -207,13 +210,14 @@ class ShardWords:
         self.accepting = self.words
         return self.count
 
-    def _set_words(self) -> None:
-        """Set the words that the last map gives and that are not set yet."""
+    def _set_words(self, *, leaving_only: bool = False) -> None:
+        """Set the words that the last map gives and that are not set yet; ``leaving_only``: of those that move out."""
         words = self._array()
         wanted = words.copy()
-        owner = (self.roles == ShardRole.OWNER) & (words < np.uint64(FROZEN))
-        owner[list(self.clearing)] = False
-        wanted[owner] = self.since[owner]
+        if not leaving_only:
+            owner = (self.roles == ShardRole.OWNER) & (words < np.uint64(FROZEN))
+            owner[list(self.clearing)] = False
+            wanted[owner] = self.since[owner]
         leaving = (self.roles == ShardRole.OUTGOING) & (words != 0) & (words < np.uint64(FROZEN))
         wanted[leaving] = self.since[leaving] | np.uint64(FROZEN)
         changed = np.flatnonzero(wanted != words)

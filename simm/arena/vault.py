@@ -165,9 +165,9 @@ def is_newer(order: Shards | None, epoch: int) -> bool:
 def suspend(mm: mmap.mmap, name: str, vault: Vault, order: Shards | None = None) -> bool:
     """Suspend an arena without a worker, as that would have done. Return False if it has nothing to be kept.
 
-    ``order``: what the newest map means for the worker. What it takes away is given up, as the next server will say
-    that its arenas know that map. What it gives waits for the next server's first map: a word over entries that are
-    still to be dropped would make them valid again.
+    ``order``: what the newest map means for the worker. What it takes away is given up, and what it moves out is
+    frozen, as the next server will say that its arenas know that map. What it gives waits for the next server's first
+    map: a word over entries that are still to be dropped would make them valid again.
 
     A death at any point leaves an arena that is not suspended, unless it was when this began and nothing has changed.
     Raise SegmentError for a foreign arena. O(shards + ledger lines).

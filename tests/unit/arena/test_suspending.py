@@ -50,6 +50,7 @@ def order(*changes: tuple[bytes, ShardRole, int], epoch: int = MISSED, cluster: 
     return Shards(epoch, since.tobytes(), roles.tobytes(), cluster)
 
 
+MOVES_OUT = "one that moves them out"
 #: What the worker has missed; None: it knows the newest map.
 ORDERS: dict[str, Shards | None] = {
     "none": None,
@@ -58,7 +59,7 @@ ORDERS: dict[str, Shards | None] = {
     "a map that changes nothing": order(),
     "one that takes shards away": order(*((key, ShardRole.NONE, 0) for key in KEYS[:20])),
     "one that gives them back later": order(*((key, ShardRole.OWNER, 8) for key in KEYS[:20])),
-    "one that moves them out": order(*((key, ShardRole.OUTGOING, 9) for key in KEYS[:20])),
+    MOVES_OUT: order(*((key, ShardRole.OUTGOING, 9) for key in KEYS[:20])),
     "one by which they come back": order(*((key, ShardRole.INCOMING, 8) for key in KEYS[:20])),
     "one by which they go again": order(*((key, ShardRole.OUTGOING, 2) for key in KEYS[:20])),
 }
@@ -183,6 +184,20 @@ def taken_over(dead: Dead, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dead.words[Word.STATE] == State.SUSPENDED
 
 
+def taking(dead: Dead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had noted the epoch of a map that moves shards out, and was about to take what that gives."""
+
+    def cut(*_: object) -> None:
+        raise Cut
+
+    newest = ORDERS[MOVES_OUT]
+    assert newest is not None
+    with monkeypatch.context() as patched, pytest.raises(Cut):
+        patched.setattr(ShardWords, "take", cut)
+        dead.store.begin_shards(newest.epoch, newest.since, newest.roles, newest.cluster)
+    assert dead.words[Word.EPOCH] == MISSED
+
+
 def moving(dead: Dead, _monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard moved in, and another one was frozen for its next owner."""
     words = dead.store.shard_words
@@ -218,21 +233,27 @@ def test_the_next_server_has_what_a_successor_would_have(
     assert [each.namespace for each in dead.store.sessions.by_id.values()] and dead.store.cluster == CLUSTER
 
 
-@pytest.mark.parametrize("missed", [each for each in ORDERS if "them" in each or "they" in each])
-def test_before_its_map_comes_nothing_is_there_that_may_be_superseded(dead: Dead, missed: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "missed"),
+    [*(("serving", each) for each in ORDERS if "them" in each or "they" in each), ("taking", MOVES_OUT)],
+)
+def test_before_its_map_comes_nothing_is_there_that_may_be_superseded(
+    dead: Dead, monkeypatch: pytest.MonkeyPatch, end: str, missed: str
+) -> None:
     """The next server says that its arenas know the map: so no shard has a word that the map does not mean."""
     newest = ORDERS[missed]
     assert newest is not None
+    (taking if end == "taking" else ENDS[end])(dead, monkeypatch)
     dead.keep()
     assert suspend(dead.segment.mm, dead.segment.name, dead.vault, newest)
     found = dead.recovered(Vault(), None)
     since = np.frombuffer(newest.since, "<u8")
     roles = np.frombuffer(newest.roles, np.uint8)
     for shard, word in enumerate(dead.store.shards.tolist()):
-        leaves = roles[shard] == ShardRole.OUTGOING and word < since[shard]
-        assert word in (0, since[shard]) or leaves, "neither its own since then, nor what the next owner needs"
+        frozen = roles[shard] == ShardRole.OUTGOING and word == since[shard] | np.uint64(FROZEN)
+        assert word in (0, since[shard]) or frozen, "neither its own since then, nor what only the next owner reads"
     lost = {key for key in KEYS if not dead.store.shards[shard_of(key)]}
-    assert set(found) == set(KEYS) - lost and bool(lost) == (missed != "one that moves them out")
+    assert set(found) == set(KEYS) - lost and bool(lost) == (missed != MOVES_OUT)
 
 
 @pytest.mark.parametrize("missed", ["none", "one that takes shards away", "one that gives them back later"])
