@@ -55,15 +55,16 @@ from .net.process import Child, end_children, end_with, raise_file_limit, stop_o
 from .net.sd_notify import Notifier, keep_informed, reload_logs
 from .net.token_watch import watch_tokens
 from .rpc import Flag
-from .server import children, migration
+from .server import migration
 from .server.arena_stock import ArenaStock
-from .server.children import STATS_ID, Children, WorkerSlot, pause_after
+from .server.children import LACKING, STATS_ID, STREAM_PAUSE_S, Children, WorkerSlot, pause_after
 from .server.membership import JOIN_TIMEOUT_S, Membership
 from .server.operators.admin import open_admin
 from .server.operators.pages import DataServerPages
 from .server.operators.reports import Reporter
 from .server.options import DataServerOptions, options_from
 from .server.rdma_supervisor import Endpoints
+from .server.slots.epochs import known_epochs, send_lease
 from .server.slots.growth import Growth
 from .server.slots.hang_watch import HangWatch
 from .server.slots.opening import UNRECOVERED, Opener
@@ -222,9 +223,11 @@ class DataServer:
     # -- children ---------------------------------------------------------------------------------
 
     def start_worker(self, slot: WorkerSlot) -> None:
-        """Start a slot's worker, and send it what it must know."""
+        """Start a slot's worker, and send it what it must know; nothing to one that was taken back meanwhile."""
         slot.ready = False
         slot.worker.start()
+        if slot.worker.child is None:
+            return
         slot.worker.send(M.Stats(0), STATS_ID)
         if self.member.map is not None or self.member.abandoned:  # a worker without a map takes no mutation
             self.send_shards(slot)
@@ -238,18 +241,22 @@ class DataServer:
             worker = slot.worker.ended()
             if worker is not None:
                 self._worker_died(slot, worker)
+            else:
+                slot.worker.start_if_missing(partial(self.start_worker, slot))
             # Without a mover writers wait forever. The next one continues where the shard words say.
             slot.mover.kill_if_silent(migration.SILENT_S)
             if slot.mover.ended() is not None:
-                slot.mover_ended()
                 self.loop.call_later(MOVER_PAUSE_S, partial(self.children.or_later, partial(self._feed_mover, slot)))
+                slot.mover_ended()
             for stream in slot.streams:
                 ended = stream.ended()
-                if ended is not None and not self._stopping:
+                if ended is None:
+                    stream.start_if_missing()
+                elif not self._stopping:
                     slot.deaths["stream"] += 1
-                    pause_s = pause_after(stream.fruitless)
+                    pause_s = pause_after(stream.fruitless, STREAM_PAUSE_S)
                     log.error("%s (process %d) died%s: restarting%s", stream.name, ended.pid, ended.cause, _in(pause_s))
-                    self.children.or_later(stream.start, pause_s)
+                    stream.start_or_retry(pause_s=pause_s)
 
     def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
         slot.worker_died(child.code, time.monotonic())
@@ -273,7 +280,7 @@ class DataServer:
         pause_s = pause_after(slot.fruitless)
         text = "worker %d (process %d) died%s: restarting it on its arena%s"
         log.error(text, slot.number, child.pid, child.cause, _in(pause_s))
-        self.children.or_later(partial(self.start_worker, slot), pause_s)
+        slot.worker.start_or_retry(partial(self.start_worker, slot), pause_s)
 
     def _start_cold(self, slot: WorkerSlot) -> None:
         """Replace a worker's segment that cannot be recovered. No manager knows this server yet."""
@@ -286,11 +293,13 @@ class DataServer:
             old.close()
             slot.vault = Vault()
             slot.segment = self.stock.new(old.size, [slot.number], lambda *_: True)[slot.number]
+            cpu_s = slot.worker.cpu_s
             slot.worker = self.opener.worker_of(slot)
-        except SimmError as exc:
-            self.give_up(str(exc))
+            slot.worker.cpu_s = cpu_s  # of all its processes
+        except (SimmError, *LACKING) as exc:
+            self.give_up(f"worker {slot.number} cannot start cold: {str(exc) or type(exc).__name__}")
             return
-        self.children.or_later(partial(self.start_worker, slot))
+        slot.worker.start_or_retry(partial(self.start_worker, slot))
 
     def _poll_stats(self) -> None:
         """Ask the workers for their counters, once per heartbeat."""
@@ -348,11 +357,11 @@ class DataServer:
     def on_lease(self) -> None:
         """Tell the workers until when values with an epoch may be read."""
         if self.member.epochs is not None:
-            children.send_lease(self.slots, self.membership.lease.until(self.member.epochs.lease_ms))
+            send_lease(self.slots, self.membership.lease.until(self.member.epochs.lease_ms))
 
     def epochs(self, cluster: int) -> list[NamespaceEpoch]:
         """Return the newest epochs of namespaces of this cluster that the workers know."""
-        return children.known_epochs(self.slots, self.member.epochs, cluster)
+        return known_epochs(self.slots, self.member.epochs, cluster)
 
     def _feed_mover(self, slot: WorkerSlot) -> None:
         """Send the worker's mover the map that the worker has taken, also if nothing is left: the mover ends then."""

@@ -112,8 +112,8 @@ class Loop:
             peer.conn.body_max = HELLO_BYTES_MAX
             if (replaced := self.strangers.add(peer, origin, self.now)) is not None:
                 replaced.abort("it said nothing, and others came")
-        self.selector.register(peer.sock, selectors.EVENT_READ, peer)
         try:
+            self.selector.register(peer.sock, selectors.EVENT_READ, peer)
             service.on_connect(peer)
         except BaseException:
             self.unregister(peer)  # without on_close, as the service has not accepted it

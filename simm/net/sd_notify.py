@@ -8,7 +8,7 @@ Without ``NOTIFY_SOCKET`` nothing is sent and nothing runs. Sending never blocks
 socket does not take waits for the next tick, where a newer one of its kind replaces it.
 
 What proves that a server is alive is its event loop: ticks come from there. ``alive`` may forbid one. A data server's
-does when a worker hangs and cannot be replaced (``server/children.py``).
+does when a worker hangs and cannot be replaced (``server/slots/hang_watch.py``).
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from ..net.process import (
     OOM_NEVER,
     Child,
     die_with_parent,
+    end_children,
     give_up_descriptors_but,
     oom_score_adj,
     reaped,
@@ -44,11 +45,14 @@ from ..net.process import (
 )
 from ..rpc import Frame, decode, encode
 from ..wire import messages as M
-from ..wire.epoch_messages import EpochLease, Epochs, NamespaceEpoch
+from ..wire.epoch_messages import Epochs
 from .options import DataServerOptions
+from .slots.failures import Failures
 
 log = logging.getLogger("simm.dataserver")
 
+#: What is raised where the system has no process, descriptor, thread or memory to spare, which may pass.
+LACKING: Final = (OSError, MemoryError, RuntimeError)
 #: Pause after a failed fork.
 FORK_AGAIN_S: Final = 0.5
 #: Limit for resolving a name; the caller tries again later.
@@ -62,8 +66,10 @@ SHARDS_ID: Final = 2
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
 STARTS_MAX: Final = 8
-#: Before the successor of a process that did not come to serve: doubled for each one in a row, up to the second.
+#: Before the successor of a process that did not come to serve: doubled for each one in a row, up to the second. That
+#: of a stream comes sooner: meanwhile its worker may serve.
 PAUSE_S: Final = (0.2, 5.0)
+STREAM_PAUSE_S: Final = 2.5
 #: A process that is due must be there so soon.
 DUE_S: Final = 1.0
 #: Exit code of a worker whose arena was overwritten while it served. Its successor mends that, and may well meet the
@@ -75,7 +81,7 @@ SILENT_S: Final = 5.0
 #: A worker that recovers an arena hangs if its heartbeat has not moved for so long. On a busy machine it once stood
 #: still for 5 s (`benchmarks/recovery.py`).
 BEATLESS_S: Final = 30.0
-#: So many processes in a row that did not come to serve: the next one will not either.
+#: So many processes in a row that did not come to serve, of a worker that never did: the next one will not either.
 FRUITLESS_MAX: Final = 5
 #: So many looks in a row must find a process silent before it is ended for that.
 SILENT_LOOKS: Final = 10
@@ -141,7 +147,7 @@ class Children:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
-        except OSError:
+        except BaseException:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             ours.close()
             theirs.close()
@@ -189,8 +195,8 @@ class Children:
             return
         try:
             start()
-        except OSError as exc:
-            log.error("cannot start a process: %s; trying again", exc)
+        except LACKING as exc:
+            log.error("cannot start a process: %s; trying again", str(exc) or type(exc).__name__)
             self.loop.call_later(FORK_AGAIN_S, partial(self.or_later, start))
 
     def resolve(self, host: str, callback: Callable[[str], None]) -> None:
@@ -204,30 +210,32 @@ class Children:
                     sock.sendall(str(found[0][4][0]).encode())
                     return
 
-        try:
-            child = self.fork(body, [])
-        except OSError as exc:
-            log.error("cannot start a process: %s", exc)
-            callback("")
-            return
-
-        def answered(_mask: int) -> None:
+        def answered(child: Child, _mask: int) -> None:
             address = child.sock.recv(256).decode()
             self.loop.unwatch(child.sock)
             child.sock.close()
             callback(address)
 
-        self._resolvers.append(child.pid)
-        self.loop.watch(child.sock, answered)
+        with contextlib.ExitStack() as undo:
+            try:
+                child = self.fork(body, [])
+                undo.callback(child.sock.close)
+                self._resolvers.append(child.pid)
+                self.loop.watch(child.sock, partial(answered, child))
+            except LACKING as exc:
+                log.error("cannot start a process: %s", str(exc) or type(exc).__name__)
+                callback("")
+            else:
+                undo.pop_all()
 
     def reap(self) -> None:
         """Reap the resolvers that have ended."""
         self._resolvers = [pid for pid in self._resolvers if not reaped(pid)]
 
 
-def pause_after(fruitless: int) -> float:
+def pause_after(fruitless: int, most: float = PAUSE_S[1]) -> float:
     """Return the pause before the next process, after so many in a row that did not come to serve, seconds."""
-    first, most = PAUSE_S
+    first = PAUSE_S[0]
     return min(most, first * 2 ** (fruitless - 1)) if fruitless else 0.0
 
 
@@ -259,6 +267,8 @@ class Supervised(Service):
         #: The running process, or one that has ended and was not reaped yet.
         self.child: Child | None = None
         self._retired = False
+        #: A process is to be there; a start is due, after a pause or as the last try failed.
+        self._wanted = self._due = False
         #: Processor time of those that have ended, seconds.
         self.cpu_s = 0.0
         #: Number of processes in a row that have ended and had said nothing; whether the last one has said something.
@@ -270,16 +280,25 @@ class Supervised(Service):
         self._looked_at = self._seen_at = self._silent_s = 0.0
 
     def start(self, about: str = "") -> None:
-        """Fork a process, and log it with the text ``about``; nothing once it is retired. Raises OSError."""
-        if self._retired:  # it was to be tried again
+        """Fork a process, and log it with the text ``about``; nothing once it is retired, or if there is one.
+
+        Raises OSError, and what else the system lacks (``LACKING``). There is no process then.
+        """
+        if self._retired or self.child is not None:  # it was to be tried again
             return
+        self._wanted = True
         self.child = child = self._children.fork(
             self._run, self._keep, self._segment, self._oom, blocks=self._blocks
         )  # fmt: skip
         self.started_at = self.last_seen = self._clock()
         self._spoke = False
         if self._on_message is not None:
-            child.peer = self._children.loop.adopt(child.sock, self, self.name)
+            try:
+                child.peer = self._children.loop.adopt(child.sock, self, self.name)
+            except Exception as exc:  # one that is heard by nobody is none
+                self.child = None
+                end_children([child], 0.0)
+                raise OSError(f"no connection to {self.name}: {str(exc) or type(exc).__name__}") from exc
             child.peer.patient = True  # it may be stopped, or recover an arena; whoever is missed is killed
             log.info("%s is process %d%s", self.name, child.pid, about)
 
@@ -287,9 +306,29 @@ class Supervised(Service):
         log_as(self.name)
         self._body(supervisor)
 
-    def start_or_retry(self) -> None:
-        """:meth:`start`, and again later if that fails."""
-        self._children.or_later(self.start)
+    def start_or_retry(self, start: Callable[[], None] | None = None, pause_s: float = 0.0) -> None:
+        """:meth:`start`, or ``start`` which does more, after a pause; and again later if the system lacks something."""
+        self._wanted = self._due = True
+        try:
+            self._children.or_later(partial(self._start_due, start or self.start), pause_s)
+        except BaseException:
+            self._due = False
+            raise
+
+    def _start_due(self, start: Callable[[], None]) -> None:
+        self._due = False
+        try:
+            start()
+        except LACKING:
+            self._due = True  # Children.or_later tries again
+            raise
+
+    def start_if_missing(self, start: Callable[[], None] | None = None) -> None:
+        """Start a process if one is to be there and none is due. So no failure after a death is the end of it all."""
+        missing = self._wanted and self.child is None and not self._due and not self._retired
+        if missing and not self._children.stopping:
+            log.error("%s has no process, and none is due: starting one", self.name)
+            self.start_or_retry(start, FORK_AGAIN_S)
 
     def retire(self) -> None:
         """Start no process any more. The last one has been reaped."""
@@ -365,26 +404,6 @@ class Supervised(Service):
         return child
 
 
-class Failures:
-    """What processes of one kind, one after the other, have refused or failed at, by their STATS."""
-
-    NAMES: Final = ("protocol_errors", "handler_errors", "unauthorized")
-
-    def __init__(self) -> None:
-        self._before = dict.fromkeys(self.NAMES, 0)
-        self._newest: Mapping[str, Any] = {}
-
-    def take(self, stats: Mapping[str, Any]) -> None:
-        """Take note of a process's STATS."""
-        if stats.get("pid") != self._newest.get("pid"):
-            self._before = self.totals()
-        self._newest = stats
-
-    def totals(self) -> dict[str, int]:
-        """Return the sums, by name."""
-        return {name: count + self._newest.get(name, 0) for name, count in self._before.items()}
-
-
 class StreamProcess(Supervised):
     """A stream process of a worker, which reports whether it reaches the worker."""
 
@@ -405,12 +424,12 @@ class StreamProcess(Supervised):
             self.counted.take(stats["pid"], stats["counted"])
 
     def is_silent(self) -> bool:
-        """Return True if the process hangs."""
-        return self._clock() - self.last_seen > SILENT_S
+        """Return True if there is a process, and it hangs."""
+        return self.child is not None and self._clock() - self.last_seen > SILENT_S
 
     def is_cut_off(self) -> bool:
-        """Return True if the process hangs, or has not reached its worker for SILENT_S seconds."""
-        return self.is_silent() or self._worker_down_s > SILENT_S
+        """Return True if there is a process, and it hangs or has not reached its worker for SILENT_S seconds."""
+        return self.child is not None and (self.is_silent() or self._worker_down_s > SILENT_S)
 
 
 class WorkerSlot:
@@ -487,10 +506,11 @@ class WorkerSlot:
 
         Its process lives, or is due, and the arena's heartbeat has moved since the last call, or within BEATLESS_S: it
         moves while a worker recovers the arena, which takes a minute and more where values are small and many. A thread
-        beats beside long steps, so a step that hangs is seen after ``threads.BEATS_S_MAX``.
+        beats beside long steps, so a step that hangs is seen after ``threads.BEATS_S_MAX``. One that has served is due
+        until it is given up, see :meth:`hopeless`: memory or threads may be scarce for as long.
         """
         child = self.worker.child
-        if self.fruitless >= FRUITLESS_MAX:
+        if self.fruitless >= (RESTARTS_MAX if self.served else FRUITLESS_MAX):
             return False
         if child is None:
             return now - self.due_at <= DUE_S
@@ -501,9 +521,9 @@ class WorkerSlot:
 
     def hopeless(self) -> str:
         """Return why the worker is not restarted any more; an empty text if it is."""
-        if len(self.faults) > RESTARTS_MAX:
+        if len(self.faults) >= RESTARTS_MAX:
             return f"worker {self.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
-        if self.fruitless > (most := RESTARTS_MAX if self.served else STARTS_MAX):
+        if self.fruitless >= (most := RESTARTS_MAX if self.served else STARTS_MAX):
             return f"worker {self.number} died {most} times in a row before it served"
         return ""
 
@@ -569,28 +589,3 @@ class WorkerSlot:
         for key, count in (("bytes", done.bytes), ("values", done.values), ("lost", done.lost)):
             self.moved_ever[key] += count
         self.progress = M.MoveProgress(0, 0, 0, 0, 0)
-
-
-def send_lease(slots: Iterable[WorkerSlot], until_ns: int) -> None:
-    """Tell workers that run until when values with an epoch may be read (``cluster/epochs.py``).
-
-    One that has not read what was sent gets it with its next map, or with the next lease.
-    """
-    for slot in slots:
-        slot.worker.send_unless_behind(EpochLease(until_ns), STATS_ID)
-
-
-def known_epochs(slots: Iterable[WorkerSlot], table: Epochs | None, cluster: int) -> list[NamespaceEpoch]:
-    """Return the newest epochs of a cluster's namespaces, of a table and of workers' counters.
-
-    Those of a worker may have come before it left another cluster.
-    """
-    known: dict[str, int] = {}
-    if table is not None and table.cluster == cluster:
-        known = {each.name: each.epoch for each in table.namespaces}
-    for slot in slots:
-        if slot.stats.get("cluster") != cluster:
-            continue
-        for name, epoch in slot.stats.get("epochs", {}).items():
-            known[name] = max(epoch, known.get(name, 0))
-    return [NamespaceEpoch(*item) for item in sorted(known.items())]

@@ -34,7 +34,7 @@ import selectors
 import socket
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..cluster.assignment import Member
 from ..cluster.epochs import Lease
@@ -54,6 +54,7 @@ from ..wire import report_messages as R
 from ..wire.auth import Asker
 from ..wire.hello import client_hello
 from ..wire.messages import Status
+from .slots.delegate import MembershipDelegate
 
 log = logging.getLogger("simm.server.membership")
 
@@ -74,43 +75,6 @@ _SUBSCRIBE: Final = E.SUBSCRIBE_MAPS | E.SUBSCRIBE_EPOCHS | E.SUBSCRIBE_LEASES
 _SERVES: Final = _SUBSCRIBE | R.SUBSCRIBE_REPORTS | A.SUBSCRIBE_ORDERS
 
 Callback = Callable[[Any, int], None]
-
-
-class MembershipDelegate(Protocol):
-    """What the membership needs from its data server. ``Membership`` calls nothing else."""
-
-    def infos(self) -> list[M.WorkerInfo] | None:
-        """All workers, or None while one of them is not up. One that recovers is up once there was a JOINED."""
-
-    def loads(self) -> list[M.WorkerLoad]:
-        """Of all workers, for a heartbeat."""
-
-    def moved(self) -> list[M.Moved]:
-        """What has moved in and stands in the map as moving."""
-
-    def taken(self) -> int:
-        """Epoch of the newest map that all workers have taken over; 0 for none."""
-
-    def frozen(self) -> int:
-        """Highest epoch by which a shard of a worker is frozen; 0 for none."""
-
-    def epochs(self, cluster: int) -> list[E.NamespaceEpoch]:
-        """The newest epochs of namespaces of this cluster that the workers know."""
-
-    def on_lease(self) -> None:
-        """The lease has been extended: tell the workers."""
-
-    def on_map(self) -> None:
-        """``member`` has taken a map, or has been fenced: tell the workers."""
-
-    def on_abandoned(self) -> None:
-        """``member`` has been abandoned: tell the workers, and no :meth:`infos` before they have done it."""
-
-    def give_up(self, why: str) -> None:
-        """There is no way to join: end."""
-
-    def resolve(self, host: str, callback: Callable[[str], None]) -> None:
-        """Find a host's address; the callback gets it, or nothing, from the loop."""
 
 
 class Membership(Service):
@@ -217,11 +181,12 @@ class Membership(Service):
         """Send a request. ``callback(reply, status)`` follows, but not if the connection breaks first."""
         if self.peer is None:
             return
+        data = encode(msg, self._last_id + 1)  # first: nobody waits for an answer to what cannot be packed
         if not self._pending:
             self._last_seen = self.loop.clock()
         self._last_id += 1
         self._pending[self._last_id] = callback
-        self.peer.send(encode(msg, self._last_id))
+        self.peer.send(data)
 
     def _connect(self) -> None:
         if self._leaving or self.peer is not None or self._connecting is not None:
@@ -243,16 +208,24 @@ class Membership(Service):
         """Connect without blocking: the selector reports the end, a timer that it takes too long."""
         if self._leaving or self.peer is not None or self._connecting is not None:
             return
+        sock: socket.socket | None = None
         try:
             sock = dial(address, port)
-        except OSError as exc:
-            self._lost(f"cannot connect: {exc.strerror or exc}")
+            self.loop.selector.register(sock, selectors.EVENT_WRITE, partial(self._connected, sock))
+        except (OSError, MemoryError) as exc:
+            self._cannot_connect(exc, sock)
             return
         self._connecting = sock
-        self.loop.selector.register(sock, selectors.EVENT_WRITE, lambda _mask: self._connected(sock))
-        self.loop.call_later(CONNECT_S, lambda: self._connected(sock, late=True))
+        self.loop.call_later(CONNECT_S, partial(self._connected, sock, late=True))
 
-    def _connected(self, sock: socket.socket, *, late: bool = False) -> None:
+    def _cannot_connect(self, exc: OSError | MemoryError, sock: socket.socket | None) -> None:
+        """Try the next address. Without that a supervisor's loop would go on, and never connect again."""
+        if sock is not None:
+            sock.close()
+        why = exc.strerror if isinstance(exc, OSError) else ""
+        self._lost(f"cannot connect: {why or str(exc) or 'no memory'}")
+
+    def _connected(self, sock: socket.socket, _mask: int = 0, *, late: bool = False) -> None:
         if self._connecting is not sock:
             return
         self._connecting = None
@@ -268,14 +241,18 @@ class Membership(Service):
         self._last_seen = self.loop.clock()
         host = self.managers[self._at % len(self.managers)][0]  # as it was given: a certificate names that
         peers = connecting(self.tls.manager if self.tls else None, host)
-        self.loop.adopt(sock, self, f"manager {self._where}", peers=peers)
         self._greeted = self._proven = False
+        try:
+            self.loop.adopt(sock, self, f"manager {self._where}", peers=peers)
+        except (OSError, MemoryError) as exc:
+            self._cannot_connect(exc, sock)
+            return
+        self._watch(self.peer)
         if self.token:
             asker = Asker(self.token, M.Service.MANAGER, M.Role.SUPERVISOR)
             self.request(asker.auth, lambda msg, status: self._on_challenge(asker, msg, status))
         else:
             self._greet()
-        self._watch(self.peer)
 
     def _on_challenge(self, asker: Asker, msg: Any, status: int) -> None:
         """Show the manager our proof, if it has shown its own."""

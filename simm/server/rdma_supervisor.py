@@ -27,9 +27,10 @@ from ..net.loop import Loop
 from ..net.process import Child, end_children
 from ..rdma import ports
 from ..wire import messages as M
-from .children import OOM_WORKER, STATS_ID, Children, Failures, Supervised, WorkerSlot
+from .children import OOM_WORKER, STATS_ID, Children, Supervised, WorkerSlot
 from .options import DataServerOptions
 from .rdma_endpoint import run_endpoint
+from .slots.failures import Failures
 
 log = logging.getLogger("simm.dataserver")
 
@@ -168,6 +169,7 @@ class Endpoints:
             process = endpoint.process
             child = process.ended()
             if child is None:
+                process.start_if_missing()
                 continue
             endpoint.stats = {}
             if self.children.stopping:
@@ -179,7 +181,7 @@ class Endpoints:
                 endpoint.pause_s = AGAIN_S[0]
             then = f"another one in {endpoint.pause_s:.1f} s"
             log.error("%s (process %d) died%s: %s", process.name, child.pid, child.cause, then)
-            self.loop.call_later(endpoint.pause_s, process.start_or_retry)
+            process.start_or_retry(pause_s=endpoint.pause_s)
             endpoint.pause_s = min(AGAIN_S[1], endpoint.pause_s * 2)
 
     @property

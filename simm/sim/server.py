@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..cluster.assignment import FENCE, Member
 from ..cluster.epochs import Lease
-from ..server.children import known_epochs
+from ..server.slots.epochs import known_epochs
 from ..wire import epoch_messages as E
 from ..wire import messages as M
 from .arena import Arena

@@ -338,8 +338,12 @@ class DataServerPages:
         # A stream does not reach a worker that recovers its arena: that is no fault of the stream's.
         cut_off += [slot.number for slot in waiting if any(stream.is_silent() for stream in slot.streams)]
         unreachable = [slot.stats["unreachable"] for slot in serving if slot.stats.get("unreachable")]
+        # It restarts by itself, however often. A restart of all would help no more, and cost the values.
+        dead = [slot.number for slot in serving if any(stream.child is None for stream in slot.streams)]
         joined, fenced = self._membership.joined, self._member.fenced
-        return healthz(down, silent, joined, fenced, coming=coming, cut_off=sorted(cut_off), unreachable=unreachable)
+        return healthz(
+            down, silent, joined, fenced, coming=coming, cut_off=sorted(cut_off), unreachable=unreachable, dead=dead
+        )
 
     def readyz(self) -> Page:
         """Return whether the server takes part: it has said READY, all workers serve, it is not fenced, does not stop.
@@ -418,7 +422,7 @@ class DataServerPages:
 
 def healthz(
     down: Sequence[int], silent: Sequence[int], joined: bool, fenced: bool, *,
-    coming: Sequence[int] = (), cut_off: Sequence[int] = (), unreachable: Sequence[str] = (),
+    coming: Sequence[int] = (), cut_off: Sequence[int] = (), unreachable: Sequence[str] = (), dead: Sequence[int] = (),
 ) -> Page:  # fmt: skip
     """Return 200 while every worker serves or comes to, also without a manager, as the data path needs none.
 
@@ -426,7 +430,8 @@ def healthz(
 
     ``down``: workers that do not serve, and will not by themselves. ``silent``: workers that hang. ``coming``: workers
     that start or recover their arenas. ``cut_off``: workers with a stream process that hangs or does not reach them.
-    ``unreachable``: why clients of this host do not find a worker.
+    ``unreachable``: why clients of this host do not find a worker. ``dead``: workers of which a stream process has died
+    and is started again.
     """
     if down:
         why = "they cannot be started, hang, or end again and again"
@@ -442,6 +447,8 @@ def healthz(
         return Page(f"{_BUT}workers {list(coming)} are restarting: they recover their arenas\n")
     if fenced:
         return Page(f"{_BUT}the manager does not know us: no puts until it does\n")
+    if dead:
+        return Page(f"{_BUT}a stream process of workers {list(dead)} is being restarted\n")
     return Page("ok\n" if joined else f"{_BUT}no manager\n")
 
 

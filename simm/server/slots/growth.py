@@ -52,7 +52,7 @@ from ...net.process import end_children
 from ...rpc import encode
 from ...wire import messages as M
 from ..arena_stock import ArenaStock
-from ..children import Children, Supervised, WorkerSlot
+from ..children import LACKING, Children, Supervised, WorkerSlot
 from ..membership import Membership
 from ..rdma_supervisor import Endpoints
 from .opening import Opener, close_all
@@ -340,7 +340,7 @@ class Growth:
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except (SimmError, OSError, MemoryError) as exc:
+        except (SimmError, *LACKING) as exc:
             self._fail(str(exc) or type(exc).__name__)
 
     def _fail(self, why: str) -> None:
@@ -373,7 +373,7 @@ class Growth:
         children = self._server.children
         last = Supervised(children, f"freeing of {arena.name}", _wait, arena.fds, segment=arena)
         if not children.stopping:
-            with contextlib.suppress(OSError):  # no process to spare
+            with contextlib.suppress(*LACKING):  # no process to spare
                 last.start()
         try:
             segments.store_closed(arena.name)

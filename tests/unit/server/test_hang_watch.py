@@ -119,7 +119,8 @@ class Looker:
         self.limit, self.every = migration.SILENT_S, 0.05
         server: Any = object.__new__(DataServer)
         nothing = SimpleNamespace(reap=lambda: None, tick=lambda: None)
-        slot = SimpleNamespace(worker=SimpleNamespace(ended=lambda: None), mover=process, streams=[])
+        worker = SimpleNamespace(ended=lambda: None, start_if_missing=lambda _start: None)
+        slot = SimpleNamespace(worker=worker, mover=process, streams=[])
         vars(server).update(children=nothing, endpoints=nothing, growth=nothing, slots=[slot])
         self._look: Callable[[], None] = server._reap
         if kind == "endpoint":

@@ -11,7 +11,7 @@ import pytest
 
 from simm.cluster.assignment import FENCE
 from simm.dataserver import DataServer
-from simm.server.children import FRUITLESS_MAX, WorkerSlot
+from simm.server.children import FRUITLESS_MAX, RESTARTS_MAX, WorkerSlot
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.fake_manager import INFO, House, Manager
@@ -104,7 +104,7 @@ def test_a_worker_that_does_not_come_up_is_waited_for_until_one_does(
     house.until(lambda: house.membership.joined, "JOINED")
     if why == "no process":
         house.die(again=False)
-    for _ in range(0 if why == "no process" else FRUITLESS_MAX + 1):
+    for _ in range(0 if why == "no process" else RESTARTS_MAX + 1):
         house.die()
     manager.hang_up()
     house.until(lambda: len(manager.of(M.Hello)) == 2, "another connection")
@@ -115,6 +115,14 @@ def test_a_worker_that_does_not_come_up_is_waited_for_until_one_does(
     house.until(lambda: house.membership.joined, "JOINED, though no worker has said anything")
     house.turn()
     assert len(manager.of(M.Join)) == 2
+
+
+def test_issue_a_worker_that_is_tried_again_is_one_of_the_workers(manager: Manager, house: Recovering) -> None:
+    """After the fifth of 60 tries a link that broke cost the shards of all workers."""
+    house.until(lambda: house.membership.joined, "JOINED")
+    for _ in range(FRUITLESS_MAX + 2):
+        house.die()
+    assert house.infos() == [INFO, INFO]
 
 
 def test_before_the_first_joined_all_workers_must_serve(manager: Manager, house: Recovering) -> None:

@@ -18,7 +18,8 @@ from simm.net.loop import Loop
 from simm.net.peer import STALL_S
 from simm.net.process import Child
 from simm.rpc import Connection, decode
-from simm.server.children import Children, Supervised, WorkerSlot, send_lease
+from simm.server.children import Children, Supervised, WorkerSlot
+from simm.server.slots.epochs import send_lease
 from simm.wire import messages as M
 
 MAPS = 100

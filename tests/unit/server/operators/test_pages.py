@@ -16,8 +16,18 @@ from simm.ipc.counts import Word
 from simm.ipc.tally import Totals
 from simm.net.loop import Loop
 from simm.net.process import end_children
-from simm.server.children import BEATLESS_S, FRUITLESS_MAX, Children, Failures, Supervised, WorkerSlot
+from simm.server.children import (
+    BEATLESS_S,
+    FRUITLESS_MAX,
+    RESTARTS_MAX,
+    SILENT_S,
+    Children,
+    StreamProcess,
+    Supervised,
+    WorkerSlot,
+)
 from simm.server.operators.pages import DataServerPages, Row, metrics, usage_of
+from simm.server.slots.failures import Failures
 from tests.support.waiting import wait_until
 
 
@@ -81,7 +91,7 @@ def test_the_line_for_a_service_manager(server: FakeServer) -> None:
 
 def test_issue_a_server_whose_worker_recovers_its_arena_is_well_and_not_ready(server: FakeServer) -> None:
     """A kubelet ended it after three probes, with all values. A large arena takes minutes."""
-    stream: Any = SimpleNamespace(is_silent=lambda: False, is_cut_off=lambda: True)
+    stream: Any = SimpleNamespace(is_silent=lambda: False, is_cut_off=lambda: True, child=object())
     server.slot.ready, server.slot.streams = False, [stream]
     server.stats["unreachable"] = "it was, before"
     health, ready = server.pages.healthz(), server.pages.readyz()
@@ -113,19 +123,46 @@ def test_issue_who_recovers_is_told_from_who_hangs() -> None:
     assert not slot.comes_up(now + BEATLESS_S + 2), "there is none"
 
 
-def test_who_ends_again_and_again_before_it_serves_is_not_well() -> None:
-    """Its arena may be at fault: then only a server that starts anew helps. One that serves between is another case."""
+@pytest.mark.parametrize(("served", "most"), [(False, FRUITLESS_MAX), (True, RESTARTS_MAX)])
+def test_who_ends_again_and_again_before_it_serves_is_not_well(served: bool, most: int) -> None:
+    """Its arena may be at fault: then only a server that starts anew helps. One that serves between is another case.
+
+    One that has served is tried for as long as memory or threads may be scarce. A restart of all costs all values.
+    """
     slot = WorkerSlot(0, 0, SimpleNamespace(heartbeat=lambda: 0))  # type: ignore[arg-type]
     slot.worker = SimpleNamespace(child=SimpleNamespace(pid=7))  # type: ignore[assignment]
-    for serves in (True, False):
-        for at in range(FRUITLESS_MAX):
+    for serves in (True, False) if served else (False,):
+        for at in range(FRUITLESS_MAX if serves else most):
             assert slot.comes_up(1000.0), at
             slot.ready = serves
             slot.worker_died(-9, 1000.0)
-    assert not slot.comes_up(1000.0)
+    assert not slot.comes_up(1000.0) and bool(slot.hopeless()) == served
     slot.ready = True
     slot.worker_died(-9, 1000.0)
     assert slot.comes_up(1000.0)
+
+
+def test_issue_a_server_whose_worker_is_tried_again_is_well(server: Any) -> None:
+    """After the fifth of 60 tries a kubelet ended it, with the values of all workers."""
+    slot = WorkerSlot(0, 0, SimpleNamespace(heartbeat=lambda: 1))  # type: ignore[arg-type]
+    slot.worker = SimpleNamespace(child=SimpleNamespace(pid=7))  # type: ignore[assignment]
+    slot.ready = True
+    server.pages._slots[:] = [slot]
+    for _ in range(FRUITLESS_MAX + 2):
+        slot.worker_died(-9, server.loop.clock())
+    assert server.pages.healthz().status == 200 and "restarting" in server.pages.healthz().body
+
+
+def test_issue_a_stream_that_is_to_be_started_again_does_not_hang(server: FakeServer) -> None:
+    """Its pause was as long as a stream may be silent."""
+    stream = StreamProcess(Children(server.loop, lambda: ()), "a stream", lambda _: None, [])
+    stream._worker_down_s = SILENT_S + 1  # it had said so
+    server.slot.streams, stream.last_seen = [stream], server.loop.clock() - SILENT_S - 1
+    assert not stream.is_silent() and not stream.is_cut_off()
+    health = server.pages.healthz()
+    assert health.status == 200 and health.body == "ok, but a stream process of workers [0] is being restarted\n"
+    stream.child = SimpleNamespace(pid=7)  # type: ignore[assignment]
+    assert stream.is_silent() and server.pages.healthz().status == 503, "the positive control"
 
 
 @pytest.mark.parametrize("bound", [False, True])

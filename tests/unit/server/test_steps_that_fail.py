@@ -1,0 +1,204 @@
+"""A step of the supervisor's that fails after a death: whatever it is, another process comes, or the server ends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simm.cluster.assignment import Member
+from simm.dataserver import DataServer
+from simm.errors import SegmentError
+from simm.ipc import segments
+from simm.net.loop import Loop
+from simm.net.process import Child, end_children
+from simm.server import children as children_module
+from simm.server.children import Children, StreamProcess, Supervised, WorkerSlot
+from tests.support.waiting import wait_until
+
+LACKS = [OSError(28, "no watches"), MemoryError(), RuntimeError("no thread")]
+
+
+def waits(sock: socket.socket) -> None:
+    """What each process runs."""
+    while sock.recv(4096):  # it is sent orders
+        pass
+
+
+class House:
+    """A data server of which only the parts exist that start and restart the processes of one worker."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(children_module, "FORK_AGAIN_S", 0.01)
+        monkeypatch.setattr(children_module, "PAUSE_S", (0.01, 0.02))
+        self.loop = Loop(lasting=True)
+        self.children = Children(self.loop, lambda: ())
+        self.slot = WorkerSlot(0, 0, SimpleNamespace(heartbeat=lambda: 1, name="an arena", size=1))  # type: ignore[arg-type]
+        self.slot.worker = self.worker()
+        self.slot.mover = Supervised(self.children, "a mover", waits, [], lambda *_: None)
+        self.slot.streams = [StreamProcess(self.children, "a stream", waits, [])]
+        self.gave_up: list[str] = []
+        nothing = SimpleNamespace(reap=lambda: None, tick=lambda: None)
+        self.server: Any = object.__new__(DataServer)
+        vars(self.server).update(
+            loop=self.loop, children=self.children, slots=[self.slot], endpoints=nothing, growth=nothing,
+            member=Member("n", 7, [0]), membership=SimpleNamespace(offered=True, warm=True), _stopping=False,
+            give_up=self.gave_up.append, opener=SimpleNamespace(worker_of=lambda _: self.worker()),
+        )  # fmt: skip
+
+    def worker(self) -> Supervised:
+        return Supervised(self.children, "worker 0", waits, [], lambda *_: None)
+
+    def start(self) -> None:
+        self.server.start_worker(self.slot)
+        self.slot.streams[0].start()
+        self.loop.call_every(0.01, self.server._reap)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        wait_until(lambda: (self.loop.run_once(0.01), condition())[1], what)
+
+    def close(self) -> None:
+        self.children.stopping = True
+        made = [each.child for each in (self.slot.worker, *self.slot.streams)]
+        end_children([child for child in made if child is not None], 0.0)
+        self.loop.close()
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    made = House(monkeypatch)
+    yield made
+    made.close()
+
+
+def once(what: Callable[..., Any], error: BaseException, calls: list[int]) -> Callable[..., Any]:
+    """Return a function that raises ``error`` the first time, and then is ``what``."""
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        return what(*arguments, **named)
+
+    return step
+
+
+@pytest.mark.parametrize("of", ["worker", "stream"])
+@pytest.mark.parametrize("error", LACKS)
+@pytest.mark.parametrize("step", ["fork", "adopt"])
+def test_issue_a_process_that_cannot_be_started_is_tried_again(
+    house: House, monkeypatch: pytest.MonkeyPatch, of: str, error: Exception, step: str
+) -> None:
+    """Only a failed fork was; and one that nobody hears was left."""
+    house.start()
+    process = house.slot.worker if of == "worker" else house.slot.streams[0]
+    first, calls = process.child, list[int]()
+    assert first is not None
+    owner = house.children if step == "fork" else house.loop
+    monkeypatch.setattr(owner, step, once(getattr(owner, step), error, calls))
+    process.kill()
+    house.until(lambda: len(calls) > 1 and process.child, "another one")
+    assert process.child is not first and not process._due
+
+
+def test_one_that_nobody_hears_is_ended(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, made, fork = house.worker(), list[Child](), house.children.fork
+
+    def seen(*arguments: Any, **named: Any) -> Child:
+        made.append(fork(*arguments, **named))
+        return made[-1]
+
+    monkeypatch.setattr(house.children, "fork", seen)
+    monkeypatch.setattr(house.loop, "adopt", once(house.loop.adopt, MemoryError(), []))
+    with pytest.raises(OSError, match="no connection to worker 0: MemoryError"):
+        process.start()
+    (child,) = made
+    assert process.child is None and child.code is not None and child.sock.fileno() == -1
+
+
+@pytest.mark.parametrize("error", [*LACKS, ValueError("a mistake in SiMM")])
+@pytest.mark.parametrize("step", ["count", "pause"])
+def test_issue_a_death_that_is_not_dealt_with_is_no_last_one(
+    house: House, monkeypatch: pytest.MonkeyPatch, error: Exception, step: str
+) -> None:
+    """The process had been reaped, so nobody looked at it again."""
+    house.start()
+    first, calls = house.slot.worker.child, list[int]()
+    if step == "count":
+        monkeypatch.setattr(house.slot, "worker_died", once(house.slot.worker_died, error, calls))
+    else:
+        monkeypatch.setattr(house.children, "or_later", once(house.children.or_later, error, calls))
+    house.slot.worker.kill()
+    house.until(lambda: calls and house.slot.worker.child not in (None, first), "another one")
+
+
+@pytest.mark.parametrize("error", LACKS)
+def test_issue_who_hears_nothing_of_its_map_is_told_again(
+    house: House, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A start whose second half fails forks no second process."""
+    house.start()
+    house.slot.worker.kill()
+    calls: list[int] = []
+    monkeypatch.setattr(house.slot.worker, "send", once(house.slot.worker.send, error, calls))
+    house.until(lambda: len(calls) == 2, "it is told")
+    child = house.slot.worker.child
+    house.loop.run_once(0.02)
+    assert child is not None and house.slot.worker.child is child and house.slot.deaths["worker"] == 1
+
+
+@pytest.mark.parametrize("error", [*LACKS, SegmentError("no room")])
+def test_issue_a_cold_start_that_fails_ends_the_server(
+    house: House, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(segments, "store_closed", fails)
+    house.server._start_cold(house.slot)
+    (why,) = house.gave_up
+    assert "worker 0 cannot start cold" in why and (str(error) or "MemoryError") in why
+
+
+def test_issue_a_cold_start_takes_no_processor_time_back(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "store_closed", lambda _: None)
+    arena = SimpleNamespace(unlink=lambda: None, close=lambda: None, name="an arena", size=1)
+    vars(house.slot).update(segment=arena)
+    house.server.stock = SimpleNamespace(new=lambda *_: {0: arena})
+    house.slot.worker.cpu_s = 7.0
+    before = house.slot.worker
+    house.server._start_cold(house.slot)
+    assert house.slot.worker is not before and house.slot.worker.cpu_s == 7.0 and house.slot.worker.child is not None
+
+
+def test_issue_a_worker_that_was_taken_back_in_its_pause_is_told_nothing(house: House) -> None:
+    """The manager had refused it, and the server's map has no part for it."""
+    house.slot.worker.start_or_retry(lambda: house.server.start_worker(house.slot), 0.01)
+    house.slot.worker.retire()
+    house.server.slots.remove(house.slot)
+    house.server.send_shards = lambda _slot: pytest.fail("it has no shards")
+    house.server.member.abandoned = True
+    house.until(lambda: not house.slot.worker._due, "the end of its pause")
+    assert house.slot.worker.child is None and not house.loop.handler_errors
+
+
+@pytest.mark.parametrize("error", LACKS)
+@pytest.mark.parametrize("step", ["fork", "watch"])
+def test_issue_a_name_that_cannot_be_looked_up_is_answered(
+    house: House, monkeypatch: pytest.MonkeyPatch, error: Exception, step: str
+) -> None:
+    """Else the link to the manager waits for the answer for good."""
+    owner = house.children if step == "fork" else house.loop
+    monkeypatch.setattr(owner, step, once(getattr(owner, step), error, []))
+    found: list[str] = []
+    house.children.resolve("localhost", found.append)
+    assert found == [""]
+
+    def ended() -> bool:
+        house.children.reap()
+        return not house.children._resolvers
+
+    house.until(ended, "its process ends")
