@@ -34,7 +34,8 @@ What can go wrong
   copied before they ask. The worker never waits either, it answers with fewer grants.
 * *All grants are with others.* The worker recalls idle ones, and other threads spend theirs. So a caller that may wait
   does, for up to half of what its call has left (:func:`obtain`). All waits of one call, for whatever values and
-  servers, share one :class:`RoomWait`. A value in parts that comes forward gets back what its parts have waited.
+  servers, share one :class:`RoomWait`. A value in parts that comes forward gets back what its parts have waited,
+  but for waits in vain: with two copies of each part, one may be stored although there was no room for the other.
 * *Those who wait starve*, as whoever has just put is the first to ask again: with 4 threads and room for 2 grants, half
   of the puts failed. So callers of one pool wait in a :class:`Line`. The first one asks, with pauses; the others sleep
   until it is their turn. While somebody waits, no put asks for grants ahead, and who comes joins the line.
@@ -371,10 +372,18 @@ class GrantPool(Generic[G]):
 class RoomWait:
     """How long one call may still wait for room, whatever the number of its values and servers: ``left_s`` seconds."""
 
-    __slots__ = ("left_s",)
+    __slots__ = ("left_s", "vain_s")
 
     def __init__(self, left_s: float) -> None:
         self.left_s = left_s
+        #: How long it has waited without getting any, seconds.
+        self.vain_s = 0.0
+
+    def take(self, seconds: float, *, in_vain: bool) -> None:
+        """Take a wait of so many seconds off. ``in_vain``: no room came."""
+        self.left_s -= seconds
+        if in_vain:
+            self.vain_s += seconds
 
 
 def room_of_call(left_s: float) -> RoomWait:
@@ -426,7 +435,7 @@ def obtain(
                     grant = _wait_for_room(holder, length, began + wait_s)
             finally:
                 waited = time.monotonic() - began
-                room.left_s -= waited
+                room.take(waited, in_vain=grant is None)
                 spend(waited)
     return grant
 

@@ -36,7 +36,7 @@ from ..wire import messages as M
 from ..wire.messages import Status
 from .answer_wait import AnswerWait, ask_ahead, collect, collect_grants, ending
 from .commit_ring import ANNOUNCE_BYTES, SLOTS
-from .grant_pool import GrantTuple, RoomWait, obtain, request_count, single_count, target_count
+from .grant_pool import GrantTuple, RoomWait, obtain, request_count, room_of_call, single_count, target_count
 from .session import WorkerSession
 from .steps import Steps, finish
 
@@ -96,7 +96,7 @@ class ShmPut:
         """:meth:`put_one` with an empty pool, and one deadline for all its exchanges."""
         pool, keep = session.pool.for_length(length)
         with at_most(session.deadline_s):
-            grant = _obtain(session, length, 1, RoomWait(session.deadline_s / 2))
+            grant = _obtain(session, length, 1, room_of_call(session.deadline_s / 2))
             if grant is None:
                 return Status.NO_SPACE
             return self._put_granted(session, digest, source, grant, session.pool.refill(len(pool), 1, 0, keep))
@@ -108,7 +108,7 @@ class ShmPut:
         grant = session.pool.take(length)
         if grant is None:
             with at_most(session.deadline_s):  # one for this and one for the next
-                grant = _obtain(session, length, 1 + repeats, RoomWait(session.deadline_s / 2))
+                grant = _obtain(session, length, 1 + repeats, room_of_call(session.deadline_s / 2))
         if grant is None:
             return Status.NO_SPACE
         have = len(pool)
@@ -149,7 +149,7 @@ class ShmPut:
         """
         if not positions:
             return
-        room = room or RoomWait(session.deadline_s / 2)
+        room = room or room_of_call(session.deadline_s / 2)
         if type(sources[positions[0]]) not in HOST_TYPES:
             self._put_from_device(session, digests, sources, positions, statuses, room)
             return

@@ -494,7 +494,10 @@ class Routes:
         return Patience(DEFAULT_DEADLINE_S if router is None else router.deadline_s, began)
 
     def all_mapped(self) -> bool:
-        """Return whether reads ask no server: all arenas are mapped here, and no shard is moving. O(workers)."""
+        """Return whether all arenas are mapped here, and no shard is moving by the newest map. O(workers).
+
+        Reads ask no server then, except for keys of shards that have begun to move since that map.
+        """
         router = self.router
         if router is None or router.table.moving:
             return False

@@ -406,7 +406,8 @@ class Puts:
         last = {batch.digests[position]: position for position in entries}
         began = time.monotonic()
         left_s = allowed(tcp.deadline_s)  # half of it stays for the last attempt
-        over = began + min(ROOM_WAIT_S, batch.room.left_s, left_s / 2)
+        wait_s = min(ROOM_WAIT_S, batch.room.left_s, left_s / 2)
+        over = began + wait_s
         pause, longest = SEND_AGAIN_S
         while True:
             entries = {
@@ -416,13 +417,14 @@ class Puts:
             if not entries or time.monotonic() < tcp.no_wait_until or not target.bulk:
                 break
             if time.monotonic() + pause > over:
-                tcp.no_wait_until = time.monotonic() + ROOM_AGAIN_S
+                if wait_s >= ROOM_WAIT_S:  # a call with less to wait has not found out that no room comes
+                    tcp.no_wait_until = time.monotonic() + ROOM_AGAIN_S
                 break
             time.sleep(pause)
             pause = min(2 * pause, longest)
             yield from self._store_tcp(target, tcp, entries, batch, began + left_s)
         waited = time.monotonic() - began
-        batch.room.left_s -= waited
+        batch.room.take(waited, in_vain=bool(entries))
         spend(waited)
 
     def _delete_at(

@@ -14,14 +14,19 @@ What can go wrong, and what we chose
 * *A put ends half way.* The parts that it has stored are dropped. If the client dies, nobody reads them, and they are
   evicted in their turn. So are those of a value that was replaced by an ordinary one, or deleted by a client that has
   not met it.
-* *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up.
+* *The manifest's server does not answer a put.* The manifest is read again: the put has succeeded if it is the new one.
+  Parts are dropped only if another manifest is in force than theirs. If nobody knows which one is, all parts stay, and
+  are evicted in their turn.
+* *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up,
+  and so is what may have been kept by a server that has not answered.
   So is what was kept of a value that was replaced meanwhile. A put in parts ends the keeping of what it replaces.
 * *Servers do not answer.* All exchanges of a call have one deadline, however many values and parts it has. What there
   is no time for is not begun. What is to be undone then has half a deadline more, and half of that is enough for a
   server.
 * *There is no room.* Waits for room that were in vain have half a deadline in all, in a call. Values for which nothing
-  is left of that are tried, but not waited for. A wait after which a group of parts is stored costs nothing: a put that
-  comes forward may be as long as it likes.
+  is left of that are tried, but not waited for. A wait after which a part is stored costs nothing: a put that comes
+  forward may be as long as it likes. What was waited in vain is taken off the call's deadline, too. An exchange then
+  needs a quarter of a deadline to be begun, or a full server would cost the values for the others their try.
 * *A manifest is forged, or damaged.* Its numbers are bounded, and nothing is allocated before bytes are there for it.
   Of its parts only those of exactly the right size count. A forged one may name thousands of parts, and a thousand of
   them in one call would take minutes to drop: so a call drops parts for as long as its deadline. What is left is
@@ -32,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -41,7 +47,7 @@ from ...errors import DeviceError, UsageError
 from ...host.buffers import Ranges, Span, fits
 from ...ipc.grant_pool import RoomWait, room_of_call
 from ...ipc.patience import Patience
-from ...net.allowance import ALLOWANCE, at_least
+from ...net.allowance import ALLOWANCE, allowed, at_least
 from ...wire.status import Status
 from ..batch import LARGE, MISS, UNAVAILABLE, Answer, Sink, View, WrongSize, is_hit, misfit
 from ..ops.parts import is_wide
@@ -150,16 +156,32 @@ class Large:
         others = [position for position in last.values() if len(sources[position]) <= most]
         with Patience(self._deadline_s):
             mine = ALLOWANCE.mine
-            before = mine.room
+            before = mine.room, mine.least_s
             mine.room = room = room_of_call(self._deadline_s / 2)
             if others:
                 names = [digests[position] for position in others]
-                statuses.update(zip(names, put_others(names, [sources[position] for position in others])))
+                answers = self._put_charged(put_others, names, [sources[position] for position in others], room)
+                statuses.update(zip(names, answers))
             for digest, position in last.items():
                 if digest not in statuses:
                     statuses[digest] = self._put(digest, sources[position], if_absent, room)
-            mine.room = before
+            mine.room, mine.least_s = before
         return [statuses[digest] for digest in digests]
+
+    def _put_charged(
+        self, put: _Put, digests: Sequence[bytes], sources: Sequence[memoryview | Span], room: RoomWait
+    ) -> list[int]:
+        """Call ``put``, and take its waits for room that were in vain off what the call may wait for servers."""
+        left_s, vain_s = room.left_s, room.vain_s
+        answers = put(digests, sources)
+        if all(answer == Status.OK for answer in answers):
+            room.left_s = left_s - (room.vain_s - vain_s)
+        gone_s = left_s - room.left_s
+        if gone_s > 0.0:
+            mine = ALLOWANCE.mine
+            mine.seconds = max(0.0, mine.seconds - gone_s)
+            mine.least_s = min(mine.least_s, self._deadline_s / 4)
+        return answers
 
     def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool, room: RoomWait) -> int:
         self._counters["large"] += 1
@@ -173,38 +195,60 @@ class Large:
         status: int = Status.OK
         for some in _grouped(list(zip(new.digests(digest), new.bounds())), PARTS_TOGETHER):
             names = [name for name, _ in some]
-            room_s = room.left_s
-            answers = self._put_parts(names, [source_section(source, *bounds) for _, bounds in some])
+            sections = [source_section(source, *bounds) for _, bounds in some]
+            answers = self._put_charged(self._put_parts, names, sections, room)
             stored += [name for name, answer in zip(names, answers) if answer == Status.OK]
             status = next((answer for answer in answers if answer != Status.OK), Status.OK)
             if status != Status.OK:
                 self._counters["put_failures"] += 1
                 break
-            room.left_s = room_s  # there was room in the end
         if status == Status.OK:
             if not self._put_once:
-                old = self.manifest(digest)  # as late as possible: whose parts nobody reads any more
+                there, got = self._found(digest)  # as late as possible: whose parts nobody reads any more
+                old = old if got == UNAVAILABLE else there
             elif spared is not None and self._is_there(digest, spared):
                 self._delete([digest])  # or the new one would not be stored
-            status = self._put_manifests([digest], [memoryview(new.encode(digest))])[0]
+            status = self._put_charged(self._put_manifests, [digest], [memoryview(new.encode(digest))], room)[0]
+            if status == Status.UNAVAILABLE:
+                return self._find_out(digest, old, new)
         if status == Status.OK and self._put_once:
             there, got = self._found(digest)
             # Neither: it could not be read, or has gone again. Nobody knows that it is not this one.
             if got is LARGE or (there is not None and there.version != new.version):
-                self.drop(digest, new)
-                if spared is not None and there is not None and there.version == spared.version:
+                remains = spared is not None and there is not None and there.version == spared.version
+                with self._undoing():
+                    self.drop(digest, new)
+                    if spared is not None and not remains:
+                        self.drop(digest, spared)
+                if remains:
                     self._counters["put_failures"] += 1
                     return Status.UNAVAILABLE
-                if spared is not None:
-                    self.drop(digest, spared)
                 return status  # another client was first, and its value stays
         if status != Status.OK:
             with self._undoing():
                 for some in _grouped(stored, _DELETES):
                     self._delete(some)
         elif old is not None and old.version != new.version:
-            self.drop(digest, old)
+            with self._undoing():
+                self.drop(digest, old)
         return status
+
+    def _find_out(self, digest: bytes, old: Manifest | None, new: Manifest) -> int:
+        """Return the Status of a put whose manifest may be stored, and drop the parts that no manifest in force names.
+
+        One exchange, and those of :meth:`drop`.
+        """
+        with self._undoing():
+            there, got = self._found(digest)
+            # A miss is none for certain with two copies: it may be that one of their servers does not answer.
+            if there is None and (got == UNAVAILABLE or (self._put_once and got is not LARGE)):
+                return Status.UNAVAILABLE
+            stored = there is not None and there.version == new.version
+            if not stored:
+                self.drop(digest, new)
+            if old is not None and there is not None and there.version != old.version:
+                self.drop(digest, old)
+        return Status.OK if stored else Status.UNAVAILABLE
 
     def _is_there(self, digest: bytes, manifest: Manifest) -> bool:
         """Return True if this manifest is still the one under the key."""
@@ -342,13 +386,16 @@ class Large:
             names = [*manifest.digests(digest), digest]
             if not seconds:
                 return self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)[-1]
+            may_send = allowed(math.inf) >= min(self._deadline_s / 2, ALLOWANCE.mine.least_s)
             answers = self._keep(names, how | KEEP_PARTS, seconds)
             status = next((answer for answer in answers if answer != Status.OK), Status.OK)
             there, got = self._found(digest)
             same = there is not None and there.version == manifest.version
             if same and status == Status.OK:
                 return status
-            if any(answer != Status.UNAVAILABLE for answer in answers):
+            # A server that has not answered may have kept some. Without time nothing was sent, and nothing is undone:
+            # each value of the call would take half a deadline more for that.
+            if may_send or any(answer != Status.UNAVAILABLE for answer in answers):
                 with self._undoing():
                     self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)
             if same:

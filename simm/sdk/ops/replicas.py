@@ -140,8 +140,8 @@ class Replicas:
                 other_status = stored[seconds[at]]
                 if (status == Status.OK) != (other_status == Status.OK):
                     self.counters["single_copies"] += 1
-                if other_status == Status.OK:
-                    status = Status.OK
+                if other_status == Status.OK or (other_status == Status.UNAVAILABLE and status != Status.OK):
+                    status = other_status  # unless one is stored, nobody knows that neither is
             statuses[position] = status
         for position, hit in enumerate(there):
             if not hit:

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from simm.ipc.commit_ring import ANNOUNCE_BYTES
+from simm.ipc.grant_pool import GrantPool, RoomWait, room_of_call
 from simm.ipc.patience import Patience
-from simm.ipc.steps import Steps
+from simm.ipc.put import ShmPut
+from simm.ipc.steps import Steps, finish
 from simm.net.allowance import ALLOWANCE, at_least, spend
 from simm.sdk.batch import LARGE, MISS, UNAVAILABLE
 from simm.sdk.calls.large import LargeCalls
+from simm.sdk.large.kinds import ShmManifestPut
 from simm.sdk.large.manifest import MANIFEST_BYTES, Manifest
 from simm.sdk.large.values import PARTS_TOGETHER, Large
+from simm.sdk.ops.replicas import Replicas
 from simm.sdk.routing import Routes
 from simm.sdk.writes import Puts
 from simm.wire.status import Status
@@ -72,6 +77,8 @@ class Keys:
         #: For how long each waits for room, seconds.
         self.waits_s = 0.0
         self.waited_s = 0.0
+        #: Whether none comes, although they may answer OK: there are two copies, and the other one is stored.
+        self.in_vain = False
         puts: Any = Puts.__new__(Puts)
         self.puts = puts
         puts._routes, puts._deadline_s, puts.counters = self, DEADLINE_S, dict.fromkeys(("redirects", "outages"), 0)
@@ -96,7 +103,7 @@ class Keys:
 
     def _put_at(self, batch: Any, server: Server, positions: Sequence[int], _together: bool) -> Steps[None]:
         wait_s = min(self.waits_s, batch.room.left_s)
-        batch.room.left_s -= wait_s
+        batch.room.take(wait_s, in_vain=self.in_vain)
         self.waited_s += wait_s
         return self._do(server, "put", positions, batch.statuses)
 
@@ -248,6 +255,17 @@ def test_a_keep_says_not_found_only_of_what_it_could_look_for(
     assert values.kept() == result
 
 
+def lose_all(clock: Clock) -> bool:
+    """Lose all that a call may wait for a server; return False if that is not enough to ask it."""
+    with Patience(DEADLINE_S) as part:
+        server = Server()
+        if part.has_time_for(server):
+            clock.pass_s(ALLOWANCE.seconds)
+            server.path = "down"
+            return True
+    return False
+
+
 # -- waits for room --------------------------------------------------------------------------------------------
 
 
@@ -297,6 +315,225 @@ def test_a_put_that_is_interrupted_leaves_the_next_call_its_own_wait(clock: Cloc
     keys.says = lambda _: Status.OK
     keys.puts.store([bytes(16)], [memoryview(b"v")])
     assert keys.waited_s == DEADLINE_S
+
+
+def test_a_wait_in_vain_is_not_given_back_to_a_value_that_is_stored(clock: Clock, small_parts: None) -> None:
+    """The second copies' servers are full, and the first copies are stored."""
+    keys = Keys([Server()], clock)
+    keys.waits_s, keys.in_vain = 0.3 * DEADLINE_S, True
+    value = memoryview(bytes(3 * PARTS_TOGETHER))
+    names = [bytes([number]) * 16 for number in range(5)]
+    assert Values(keys).put(names, [value] * 5, lambda *_: [], 1) == [Status.OK] * 5
+    assert keys.waited_s <= DEADLINE_S / 2 + 1e-9
+
+
+@pytest.mark.parametrize("in_vain_s", [0.1, 0.3, 0.5])
+def test_waits_in_vain_and_silent_servers_have_one_deadline(clock: Clock, small_parts: None, in_vain_s: float) -> None:
+    """The first value finds no room, the server of the second one falls silent, and so do those of what is undone."""
+    asked = 0
+    values = Values(Keys([Server()], clock))
+
+    def put_parts(names: Sequence[bytes], _: Any) -> list[int]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            with Patience(DEADLINE_S):
+                clock.pass_s(in_vain_s * DEADLINE_S)
+                room_of_call(DEADLINE_S / 2).take(in_vain_s * DEADLINE_S, in_vain=True)
+                spend(in_vain_s * DEADLINE_S)
+            return [Status.NO_SPACE] * len(names)
+        tried.append(lose_all(clock))
+        return [Status.OK if tried[-1] else Status.UNAVAILABLE, *[Status.UNAVAILABLE] * (len(names) - 1)]
+
+    tried: list[bool] = []
+    any_values: Any = values
+    any_values._put_parts, any_values._delete = put_parts, lambda _: lose_all(clock)
+    began = clock.now
+    names = [bytes([number]) * 16 for number in range(4)]
+    statuses = values.put(names, [memoryview(bytes(2))] * 4, lambda *_: [], 1)
+    assert statuses == [Status.NO_SPACE, *[Status.UNAVAILABLE] * 3]
+    assert tried[0], "what is not to wait for room is tried"
+    assert clock.now - began <= 1.6 * DEADLINE_S
+
+
+class FullWorker:
+    """A session with a worker without room."""
+
+    deadline_s = DEADLINE_S
+    reader = SimpleNamespace(geometry=SimpleNamespace(data_bytes=1 << 30))
+
+    def __init__(self) -> None:
+        self.pool: GrantPool[Any] = GrantPool()
+
+    def ask(self, wants: Any) -> None: ...
+
+    def return_grants(self, numbers: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [ShmPut, ShmManifestPut])
+@pytest.mark.parametrize("length", [100, ANNOUNCE_BYTES])
+def test_puts_of_single_values_share_the_calls_waits_for_room(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: type[ShmPut], length: int
+) -> None:
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        clock.pass_s(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    put: Any = kind.__new__(kind)
+    source = memoryview(bytes(length))
+    with Patience(DEADLINE_S):
+        mine = ALLOWANCE.mine
+        mine.room = RoomWait(0.2 * DEADLINE_S)
+        statuses = [put.put_one(FullWorker(), bytes(16), source) for _ in range(3)]
+        if kind is ShmManifestPut:
+            finish(put.put_steps(FullWorker(), [bytes(16)], [source], [0], statuses))
+        assert statuses == [Status.NO_SPACE] * 3
+        assert abs(sum(waited) - 0.2 * DEADLINE_S) < 1e-9 and mine.room.left_s < 1e-9
+
+
+# -- puts whose end is not known -------------------------------------------------------------------------------
+
+
+class Unsure(Values):
+    """Values whose manifest's server does not say whether it has stored one."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, *, replicated: bool = False) -> None:
+        super().__init__(Keys([Server()], clock), 2)
+        monkeypatch.setattr(self, "_put_once", replicated)
+        #: Names of parts that are stored.
+        self.parts = {*self.stored.digests(bytes(16))}
+        #: Whether it does; what it says when it is asked then, None for what is stored; what is there instead.
+        self.stores, self.other = True, self.stored
+        self.says: Any = None
+        made: Any = self
+        made._put_parts, made._delete, made._put_manifests = self._put_some, self._delete_some, self._put_unsure
+        self._asked = False
+
+    def _put_some(self, names: Sequence[bytes], _: Any) -> list[int]:
+        self.parts.update(names)
+        return [Status.OK] * len(names)
+
+    def _delete_some(self, names: Sequence[bytes], _: Any = None) -> list[int]:
+        self.parts.difference_update(names)
+        return [Status.OK] * len(names)
+
+    def _put_unsure(self, names: Sequence[bytes], sources: Sequence[memoryview]) -> list[int]:
+        with Patience(DEADLINE_S) as part:  # it has cost all that there was
+            part.take_off(DEADLINE_S)
+        made = Manifest.decode(names[0], bytes(sources[0]))
+        assert made is not None
+        self.new = made
+        self.stored = made if self.stores else self.other
+        if self.says is not None:
+            self.found = [self.says]
+        return [Status.UNAVAILABLE]
+
+    def put_again(self) -> tuple[int, set[str]]:
+        """Return the status of a put over the first value, and which value's parts are stored afterwards."""
+        old = self.stored
+        status = self.put([bytes(16)], [memoryview(bytes(3))], lambda *_: [], 1)[0]
+        names = {"old": old, "new": self.new}
+        return status, {name for name, each in names.items() if self.parts.issuperset(each.digests(bytes(16)))}
+
+
+def test_a_put_whose_manifest_is_stored_drops_what_it_has_replaced(
+    clock: Clock, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Unsure(clock, monkeypatch).put_again() == (Status.OK, {"new"})
+
+
+@pytest.mark.parametrize("says", [None, MISS, LARGE])
+def test_a_put_whose_manifest_is_not_stored_leaves_what_was_there(
+    clock: Clock, small_parts: None, monkeypatch: pytest.MonkeyPatch, says: Any
+) -> None:
+    values = Unsure(clock, monkeypatch)
+    values.stores, values.says = False, says
+    assert values.put_again() == (Status.UNAVAILABLE, {"old"})
+
+
+def test_a_put_that_is_replaced_at_once_leaves_nothing(
+    clock: Clock, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = Unsure(clock, monkeypatch)
+    values.stores, values.other = False, Manifest.new(1, 1)
+    assert values.put_again() == (Status.UNAVAILABLE, set())
+
+
+@pytest.mark.parametrize(("replicated", "says"), [(False, UNAVAILABLE), (True, UNAVAILABLE), (True, MISS)])
+def test_no_parts_are_dropped_that_the_manifest_in_force_may_name(
+    clock: Clock, small_parts: None, monkeypatch: pytest.MonkeyPatch, replicated: bool, says: Any
+) -> None:
+    values = Unsure(clock, monkeypatch, replicated=replicated)
+    if replicated:
+        values.found = [MISS]  # else nothing would be stored over it
+    values.says = says
+    assert values.put_again() == (Status.UNAVAILABLE, {"old", "new"})
+
+
+def test_of_two_copies_one_whose_end_is_not_known_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first server is full, and the second one may have stored it."""
+    puts: Any = SimpleNamespace(count=lambda *_: None)
+    replicas: Any = Replicas(Keys([], clock), puts, puts, {"single_copies": 0})  # type: ignore[arg-type]
+    monkeypatch.setattr(replicas, "stored_many", lambda digests, _: [False] * len(digests))
+    monkeypatch.setattr(replicas, "second", lambda _: bytes([1]) * 16)
+    for first, second, result in (
+        (Status.NO_SPACE, Status.UNAVAILABLE, Status.UNAVAILABLE),
+        (Status.UNAVAILABLE, Status.NO_SPACE, Status.UNAVAILABLE),
+        (Status.OK, Status.UNAVAILABLE, Status.OK),
+        (Status.UNAVAILABLE, Status.OK, Status.OK),
+        (Status.NO_SPACE, Status.OVER_QUOTA, Status.NO_SPACE),
+    ):
+        puts.store = lambda *_, both=(first, second): [*both]
+        assert replicas.put([bytes(16)], [memoryview(b"v")]) == [result]
+
+
+def test_the_old_parts_are_dropped_although_the_call_has_no_time_left(
+    clock: Clock, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: Any = Unsure(clock, monkeypatch)
+    unsure, left_s = values._put_manifests, []
+
+    def put_late(names: Sequence[bytes], sources: Sequence[memoryview]) -> list[int]:
+        unsure(names, sources)
+        return [Status.OK]
+
+    def delete(names: Sequence[bytes]) -> list[int]:
+        left_s.append(ALLOWANCE.seconds)
+        return [Status.OK] * len(names)
+
+    values._put_manifests, values._delete = put_late, delete
+    assert values.put_again()[0] == Status.OK
+    assert left_s == [DEADLINE_S / 2]
+
+
+def test_a_manifest_that_cannot_be_read_again_is_the_one_that_was_replaced(
+    clock: Clock, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = Unsure(clock, monkeypatch)
+    values.found = [MANIFEST_BYTES, UNAVAILABLE]
+    assert values.put_again() == (Status.OK, {"new"})
+
+
+def test_what_may_be_kept_is_given_up_if_no_server_has_answered(clock: Clock) -> None:
+    server = Server()
+    keys = Keys([server], clock)
+    keys.says = lambda _: Status.UNAVAILABLE
+    assert Values(keys).kept() == Status.UNAVAILABLE
+    assert server.asked == [60, 0]
+
+
+def test_what_was_not_sent_is_not_given_up(clock: Clock) -> None:
+    """Or each of a call's values would take half a deadline more."""
+    server = Server()
+    values = Values(Keys([server], clock))
+    with Patience(DEADLINE_S):
+        with Patience(DEADLINE_S) as part:
+            part.take_off(0.6 * DEADLINE_S)
+        assert values.kept() == Status.UNAVAILABLE
+    assert server.asked == []
 
 
 # -- what is lost ----------------------------------------------------------------------------------------------
@@ -377,10 +614,39 @@ def test_reads_of_mapped_arenas_need_no_deadline(readers: list[Any], moving: dic
         return [LARGE] * len(digests)
 
     calls._routes, calls._replicas, calls._gets = routes, None, SimpleNamespace(read_many=read_many)
+    calls._options = SimpleNamespace(deadline_s=DEADLINE_S)
     resolved: list[Any] = []
     calls._made_large = SimpleNamespace(resolve=lambda *given: resolved.append(given))
     assert calls._read_large([bytes(16)], [None]) == [LARGE]
     assert bounded == [not mapped] and resolved == [([bytes(16)], [None], [LARGE])]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_shard_that_has_begun_to_move_costs_the_call_no_second_deadline(clock: Clock, within: bool) -> None:
+    """By the map all arenas are mapped. The first key is at a silent server by now, and so are the parts."""
+    calls: Any = LargeCalls()
+    allowed_s: list[float] = []
+
+    def read_many(_digests: Sequence[bytes], _sinks: Any) -> list[Any]:
+        clock.pass_s(0.2 * DEADLINE_S)
+        lose_all(clock)
+        return [UNAVAILABLE, LARGE]
+
+    def resolve(*_: Any) -> None:
+        allowed_s.append(ALLOWANCE.seconds)
+        lose_all(clock)
+
+    calls._routes = SimpleNamespace(all_mapped=lambda: True, patience=lambda: Patience(DEADLINE_S))
+    calls._options, calls._replicas = SimpleNamespace(deadline_s=DEADLINE_S), None
+    calls._gets, calls._made_large = SimpleNamespace(read_many=read_many), SimpleNamespace(resolve=resolve)
+    began = clock.now
+    if within:
+        with Patience(DEADLINE_S):
+            calls._read_large([bytes(16)] * 2, [None] * 2)
+    else:
+        calls._read_large([bytes(16)] * 2, [None] * 2)
+    assert allowed_s == [0.0]
+    assert clock.now - began <= 1.2 * DEADLINE_S + 1e-9
 
 
 def test_without_a_map_a_read_has_a_deadline() -> None:

@@ -88,6 +88,26 @@ def test_all_waits_of_a_call_share_its_patience(put: Callable[..., list[int]]) -
     assert put(tcp, [b"a"], room) == [FULL] and len(tcp.sent) == 1
 
 
+@pytest.mark.parametrize("left_s", [0.0, 0.1])
+def test_a_call_that_may_not_wait_as_long_as_it_takes_forbids_no_other_to(
+    put: Callable[..., list[int]], left_s: float
+) -> None:
+    tcp = Tcp([FULL])
+    assert put(tcp, [b"a"], RoomWait(left_s)) == [FULL]
+    assert tcp.no_wait_until == 0.0
+    tcp = Tcp([FULL], [FULL], [OK])
+    assert put(tcp, [b"a"], RoomWait(0.0)) == [FULL]
+    assert put(tcp, [b"b"]) == [OK]
+
+
+def test_a_wait_after_which_all_is_stored_was_not_in_vain(put: Callable[..., list[int]]) -> None:
+    room = RoomWait(30.0)
+    assert put(Tcp([FULL], [OK]), [b"a"], room) == [OK]
+    assert room.vain_s == 0.0 and room.left_s < 30.0
+    assert put(Tcp([FULL, OK]), [b"a", b"b"], room) == [FULL, OK]
+    assert room.vain_s > 0.0
+
+
 def test_of_a_duplicate_key_the_last_value_alone_is_sent_again(put: Callable[..., list[int]]) -> None:
     """The earlier one would replace it."""
     tcp = Tcp([FULL, OK], [OK])
