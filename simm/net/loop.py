@@ -11,9 +11,9 @@ Failures and their mitigation
   idle connection as often. No connection outlives its peer by hours.
 * *No descriptors are left.* ``accept`` would fail with EMFILE in every turn, so the listener pauses for a moment.
 * *A service raises.* The loop logs the traceback and closes that connection only. But a CorruptionError ends the loop.
-* *A timer raises.* That ends the loop, as it does not know what was left half done: a worker's successor recovers its
-  arena, a stream has none, and a manager begins again with the state that it has stored. With a supervisor all its
-  arenas would go. So its loop is ``lasting``: it logs the traceback and goes on with the next timer.
+* *A timer raises, or the handler of a watched descriptor.* That ends the loop, as it does not know what was left half
+  done: a worker's successor recovers its arena, a stream has none, and a manager begins again with the state that it
+  has stored. With a supervisor all its arenas would go. So its loop is ``lasting``: it logs the traceback and goes on.
 
 Cost per request without contention: one ``epoll_wait``, one ``recv`` and one ``send``.
 """
@@ -48,7 +48,7 @@ PeerMaker = Callable[["Loop", socket.socket, Service, str], Peer]  # a Peer, or 
 class Loop:
     """A selector loop with listeners, peers, timers and watched descriptors.
 
-    ``lasting``: a timer that fails by a mistake in SiMM is counted and logged, and does not end it.
+    ``lasting``: a timer or handler that fails by a mistake in SiMM is counted and logged, and does not end it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, lasting: bool = False) -> None:
@@ -188,7 +188,10 @@ class Loop:
                     self.handler_errors += 1
                     target.close("internal error")
             else:
-                target(mask)
+                try:
+                    target(mask)
+                except Exception as exc:
+                    self._outlive(exc, "the handler of a watched descriptor")
         for _ in range(len(self.more)):
             peer = self.more.popleft()
             peer.parse_more = False
@@ -200,11 +203,7 @@ class Loop:
             try:
                 due()
             except Exception as exc:
-                # What is raised on purpose is for whoever runs the loop, but for a message that cannot be packed.
-                if not self._lasting or (isinstance(exc, SimmError) and not isinstance(exc, LocalProtocolError)):
-                    raise
-                log.exception("a timer failed")
-                self.handler_errors += 1
+                self._outlive(exc, "a timer")
         return len(events)
 
     def stop_listening(self) -> None:
@@ -280,6 +279,16 @@ class Loop:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(peer.sock)
             peer.wants = 0
+
+    def _outlive(self, exc: Exception, what: str) -> None:
+        """Count and log what has failed by a mistake in SiMM, if this loop is to outlive that. Else raise it again.
+
+        What is raised on purpose is for whoever runs the loop, but for a message that cannot be packed.
+        """
+        if not self._lasting or (isinstance(exc, SimmError) and not isinstance(exc, LocalProtocolError)):
+            raise exc
+        self.handler_errors += 1
+        self.noise(logging.ERROR, "%s failed", what, exc_info=True)
 
     def _maintain(self) -> None:
         """Close peers that neither read their replies nor finish their frame."""

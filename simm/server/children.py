@@ -70,8 +70,10 @@ STARTS_MAX: Final = 8
 #: of a stream comes sooner: meanwhile its worker may serve.
 PAUSE_S: Final = (0.2, 5.0)
 STREAM_PAUSE_S: Final = 2.5
-#: A process that is due must be there so soon.
+#: A process that is due must be there so soon; and that of a worker which has served before it has been down for so
+#: long, as the host may have no process to spare. One that dies after that without having served is the last.
 DUE_S: Final = 1.0
+DOWN_S: Final = 300.0
 #: Exit code of a worker whose arena was overwritten while it served. Its successor mends that, and may well meet the
 #: same soon: none of them is at fault, unless no worker has served for so long.
 CORRUPT: Final = 4
@@ -463,9 +465,9 @@ class WorkerSlot:
         self.faults: list[float] = []
         #: What its processes do -> how many of them died, for /metrics.
         self.deaths = {"worker": 0, "stream": 0}
-        #: Processes that ended with a CorruptionError; and since when none has served.
+        #: Processes that ended with a CorruptionError; since when none has served, and for how long at the last death.
         self.corruptions = 0
-        self.down_at = 0.0
+        self.down_at = self._down_s = 0.0
         #: Number of processes in a row that could not recover the arena, and of those that ended before they served.
         self.unrecovered = self.fruitless = 0
         #: Some process has served; when the next one is to be started.
@@ -489,6 +491,7 @@ class WorkerSlot:
         """Count a death of the worker's process with an exit code, at ``now`` seconds."""
         if self.ready or not self.down_at:
             self.down_at = now
+        self._down_s = now - self.down_at
         self.served = self.served or self.ready
         self.fruitless = 0 if self.ready else self.fruitless + 1
         pause_s = pause_after(self.fruitless)
@@ -513,7 +516,7 @@ class WorkerSlot:
         if self.fruitless >= (RESTARTS_MAX if self.served else FRUITLESS_MAX):
             return False
         if child is None:
-            return now - self.due_at <= DUE_S
+            return now - self.down_at <= DOWN_S if self.served else now - self.due_at <= DUE_S
         beat = child.pid, self.segment.heartbeat()
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
@@ -525,6 +528,8 @@ class WorkerSlot:
             return f"worker {self.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
         if self.fruitless >= (most := RESTARTS_MAX if self.served else STARTS_MAX):
             return f"worker {self.number} died {most} times in a row before it served"
+        if self.served and self.fruitless > FRUITLESS_MAX and self._down_s > DOWN_S:
+            return f"worker {self.number} has not served for {self._down_s:.0f} s"
         return ""
 
     def send_order(self, order: M.Shards, epochs: Epochs | None) -> None:

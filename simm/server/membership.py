@@ -409,8 +409,13 @@ class Membership(Service):
     def join_once(self) -> None:
         """Do :meth:`join`, unless the manager has one to answer."""
         self._join_due = False
-        if self._on_joined not in self._pending.values():  # none has been sent meanwhile
+        if self._on_joined in self._pending.values():  # one has been sent meanwhile
+            return
+        try:
             self.join()
+        except (OSError, MemoryError):
+            self._join_later()
+            raise
 
     def _on_joined(self, msg: Any, status: int) -> None:
         if isinstance(msg, M.Error):

@@ -342,8 +342,9 @@ class DataServerPages:
         dead = [slot.number for slot in serving if any(stream.child is None for stream in slot.streams)]
         joined, fenced = self._membership.joined, self._member.fenced
         return healthz(
-            down, silent, joined, fenced, coming=coming, cut_off=sorted(cut_off), unreachable=unreachable, dead=dead
-        )
+            down, silent, joined, fenced, coming=coming, cut_off=sorted(cut_off), unreachable=unreachable, dead=dead,
+            deaths=max((slot.fruitless for slot in waiting), default=0),
+        )  # fmt: skip
 
     def readyz(self) -> Page:
         """Return whether the server takes part: it has said READY, all workers serve, it is not fenced, does not stop.
@@ -423,6 +424,7 @@ class DataServerPages:
 def healthz(
     down: Sequence[int], silent: Sequence[int], joined: bool, fenced: bool, *,
     coming: Sequence[int] = (), cut_off: Sequence[int] = (), unreachable: Sequence[str] = (), dead: Sequence[int] = (),
+    deaths: int = 0,
 ) -> Page:  # fmt: skip
     """Return 200 while every worker serves or comes to, also without a manager, as the data path needs none.
 
@@ -431,7 +433,7 @@ def healthz(
     ``down``: workers that do not serve, and will not by themselves. ``silent``: workers that hang. ``coming``: workers
     that start or recover their arenas. ``cut_off``: workers with a stream process that hangs or does not reach them.
     ``unreachable``: why clients of this host do not find a worker. ``dead``: workers of which a stream process has died
-    and is started again.
+    and is started again. ``deaths``: of a worker that is coming, in a row.
     """
     if down:
         why = "they cannot be started, hang, or end again and again"
@@ -444,7 +446,8 @@ def healthz(
     if unreachable:
         return Page("".join(f"{why}\n" for why in unreachable), status=503)
     if coming:
-        return Page(f"{_BUT}workers {list(coming)} are restarting: they recover their arenas\n")
+        so_far = f"; one died {deaths} times in a row before it served" if deaths else ""
+        return Page(f"{_BUT}workers {list(coming)} are restarting: they recover their arenas{so_far}\n")
     if fenced:
         return Page(f"{_BUT}the manager does not know us: no puts until it does\n")
     if dead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -49,6 +50,25 @@ def test_a_timer_that_fails_is_counted_and_the_others_go_on(
         loop.run_once(0)
     assert len(calls) == len(others) == loop.handler_errors == 3
     assert "a timer failed" in caplog.text and type(exc).__name__ in caplog.text
+
+
+def test_so_is_the_handler_of_a_watched_descriptor(
+    loops: Callable[..., tuple[Loop, Clock]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its descriptor stays readable: the lines that each turn would log are limited, and timers have their turns."""
+    loop, clock = loops(lasting=True)
+    ours, theirs = socket.socketpair()
+    others: list[int] = []
+    with ours, theirs:
+        loop.watch(ours, lambda _mask: raising(ZeroDivisionError(), [])())
+        loop.call_every(0.25, lambda: others.append(1))
+        theirs.send(b"x")
+        for _ in range(100):
+            clock.now += 0.0025
+            loop.run_once(0)
+        loop.unwatch(ours)
+    assert loop.handler_errors == 100 and len(others) == 1
+    assert 0 < caplog.text.count("the handler of a watched descriptor failed") < 30
 
 
 @pytest.mark.parametrize("exc", [CorruptionError("x"), SegmentError("x"), KeyboardInterrupt(), SystemExit(1)])

@@ -11,7 +11,7 @@ import pytest
 
 from simm.cluster.assignment import FENCE
 from simm.dataserver import DataServer
-from simm.server.children import FRUITLESS_MAX, RESTARTS_MAX, WorkerSlot
+from simm.server.children import DOWN_S, FRUITLESS_MAX, RESTARTS_MAX, WorkerSlot
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.fake_manager import INFO, House, Manager
@@ -97,15 +97,18 @@ def test_a_worker_that_serves_again_does_not_join_twice(manager: Manager, house:
     house.until(lambda: house.membership.joined and len(manager.of(M.Join)) == 3, "the next one")
 
 
-@pytest.mark.parametrize("why", ["no process", "none that serves"])
+@pytest.mark.parametrize("why", ["no process for minutes", "none that serves"])
 def test_a_worker_that_does_not_come_up_is_waited_for_until_one_does(
     manager: Manager, house: Recovering, why: str
 ) -> None:
     house.until(lambda: house.membership.joined, "JOINED")
-    if why == "no process":
+    if why == "none that serves":
+        for _ in range(RESTARTS_MAX + 1):
+            house.die()
+    else:
         house.die(again=False)
-    for _ in range(0 if why == "no process" else RESTARTS_MAX + 1):
-        house.die()
+        assert house.infos() is not None, "positive control: it is due"
+        house.second.down_at -= DOWN_S + 1
     manager.hang_up()
     house.until(lambda: len(manager.of(M.Hello)) == 2, "another connection")
     house.turn()

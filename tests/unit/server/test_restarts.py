@@ -16,6 +16,8 @@ from simm.net.process import Child, end_children
 from simm.rpc import encode
 from simm.server.children import (
     CORRUPT,
+    DOWN_S,
+    FRUITLESS_MAX,
     PAUSE_S,
     RESTART_WINDOW_S,
     RESTARTS_MAX,
@@ -71,18 +73,42 @@ def test_a_worker_that_serves_and_dies_all_the_time_ends_its_server() -> None:
     assert deaths == RESTARTS_MAX and f"within {RESTART_WINDOW_S:.0f} s" in slot.hopeless()
 
 
-def test_a_worker_that_is_due_comes_up() -> None:
-    """A kubelet need not end the server for a pause; for one after the other that helps nothing it does."""
+def test_issue_a_worker_that_has_served_is_due_for_minutes() -> None:
+    """A kubelet ended the server, with all values, when the host had no process to spare for some seconds."""
     slot, now = slot_with(True), 1000.0
     slot.worker_died(GONE, now)
-    assert not slot.comes_up(now), "it should be there"
+    assert slot.comes_up(now) and slot.comes_up(now + 10), "it cannot be started: no death counts that"
+    assert slot.comes_up(now + DOWN_S) and not slot.comes_up(now + DOWN_S + 1), "but not for ever"
     for _ in range(RESTARTS_MAX - 1):
+        slot.worker_died(GONE, now)
+        pause_s = pause_after(slot.fruitless)
+        assert slot.comes_up(now) and slot.comes_up(now + pause_s)
+        now += pause_s
+    slot.worker_died(GONE, now)
+    assert not slot.comes_up(now)
+
+
+def test_a_worker_that_never_served_must_be_there_when_it_is_due() -> None:
+    slot, now = slot_with(False), 1000.0
+    assert not slot.comes_up(now)
+    for _ in range(3):
         slot.worker_died(GONE, now)
         pause_s = pause_after(slot.fruitless)
         assert slot.comes_up(now) and slot.comes_up(now + pause_s) and not slot.comes_up(now + pause_s + 10)
         now += pause_s
+
+
+def test_issue_processes_that_live_long_do_not_prolong_it() -> None:
+    """Each recovery took a minute and ended by the memory's limit: 60 of them would be an hour without that worker."""
+    slot, now, deaths = slot_with(True), 1000.0, 0
+    while not slot.hopeless():
+        slot.worker_died(GONE, now)
+        deaths += 1
+        now += 60.0
+    assert FRUITLESS_MAX < deaths < 10 and "has not served for" in slot.hopeless()
+    slot.ready = True
     slot.worker_died(GONE, now)
-    assert not slot.comes_up(now)
+    assert not slot.hopeless(), "one has served"
 
 
 @pytest.fixture

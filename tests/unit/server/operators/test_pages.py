@@ -42,7 +42,7 @@ class FakeServer:
         self.stats: dict[str, Any] = {"free_bytes": 1 << 29, "entries": 1234}
         self.slot = SimpleNamespace(
             number=0, ready=True, worker=self.worker, streams=[], stats=self.stats, data_bytes=1 << 30,
-            words=lambda: b"", comes_up=lambda _: self.comes_up,
+            words=lambda: b"", comes_up=lambda _: self.comes_up, fruitless=0,
         )  # fmt: skip
         self.member = SimpleNamespace(
             name="a", fenced=False, epoch=3, workers=(0,), owned=lambda _: 16384, moving=lambda *_: []
@@ -97,6 +97,9 @@ def test_issue_a_server_whose_worker_recovers_its_arena_is_well_and_not_ready(se
     health, ready = server.pages.healthz(), server.pages.readyz()
     assert health.status == 200 and health.body == "ok, but workers [0] are restarting: they recover their arenas\n"
     assert ready.status == 503 and ready.body == "workers [0] are restarting: they recover their arenas\n"
+    server.slot.fruitless = 7
+    assert server.pages.healthz().status == 200 and "died 7 times in a row" in server.pages.healthz().body
+    server.slot.fruitless = 0
     stream.is_silent = lambda: True
     assert server.pages.healthz().status == 503, "a stream that hangs is its own fault"
     stream.is_silent, server.comes_up = lambda: False, False
