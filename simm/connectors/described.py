@@ -4,10 +4,11 @@ Most settings are plain values, and their text is what ``repr`` gives. Some have
 ``repr`` has an address and drops what they hold. So these are walked:
 
 * of an object count the name of its class, what it holds in ``__dict__`` and slots, and its ``__call__``;
+* a result that an object keeps counts as what it holds: nothing tells it from a value that was assigned;
 * of a function count its name, bytecode, constants, defaults, attributes and closure, of a bound method its object;
-* of a class count its name, and the functions and plain values in its own body;
-* of an object that is not written in Python counts its text, unless that has an address;
-* sets count in the order of their texts.
+* of a class count its name, and what its own body holds, of names with two underscores at both ends only the code;
+* of an object that is not written in Python count its text, unless that has an address, and the objects that it holds;
+* sets count in the order of their texts, and so do the items of what compares as a plain dict does.
 
 What a function calls or reads from its module counts by its name alone. So do the bases of a class, and the class of an
 object. What cannot be told, or goes beyond the bounds here, has a text that no other call returns: nothing is shared.
@@ -16,19 +17,24 @@ Bytecode differs between versions of Python: engines on different ones do not sh
 
 from __future__ import annotations
 
+import abc
 import collections
+import datetime
 import enum
 import functools
+import gc
 import hashlib
 import logging
 import math
+import operator
 import os
+import pathlib
 import re
 import secrets
 import struct
 import threading
 import types
-from collections.abc import Mapping, Set, ValuesView
+from collections.abc import Iterator, Mapping, Set, ValuesView
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -48,11 +54,15 @@ _HEAP_TYPE: Final = 1 << 9
 _MANAGED_DICT: Final = 1 << 4
 _POINTER: Final = struct.calcsize("P")
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
-#: What of a class's body is its code and its plain values.
-_OF_CLASS: Final = (
-    types.FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partial,
-    functools.partialmethod, functools._lru_cache_wrapper, *_BASES, list, tuple, dict, set, frozenset,
+#: What counts of a class's body under names with two underscores at both ends. The rest of these is Python's own.
+_CODE: Final = (
+    types.FunctionType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
+    functools._lru_cache_wrapper,
 )  # fmt: skip
+#: What makes room for a value in each object, and holds none.
+_ROOM: Final = (types.MemberDescriptorType, types.GetSetDescriptorType)
+#: Mappings that are equal whatever the order of their items.
+_UNORDERED: Final = (dict, collections.defaultdict, collections.Counter)
 
 
 class Described(NamedTuple):
@@ -77,7 +87,7 @@ def described(value: Any) -> Described:
     """
     walk = _Walk()
     try:
-        plain = type(value) in _PLAIN or (isinstance(value, np.generic) and not value.dtype.hasobject)
+        plain = type(value) in _PLAIN or _is_scalar(value)
         text = str(value) if plain else walk.text(value)
         # A fact that is a text counts as what it says, as numbers do that come as texts.
         if isinstance(value, str) and not isinstance(value, enum.Enum) and text == str.__repr__(value):
@@ -138,12 +148,17 @@ class _Walk:
         """Return the text of a value without code, or of one that holds others; None if it is neither."""
         kind = type(value)
         if isinstance(value, enum.Enum):
-            return f"<{_name(kind)}.{value._name_}: {self.text(value._value_)}>"
+            parts = [f"{_name(kind)}.{value._name_}: {self.text(value._value_)}", *self._calls(kind)]
+            more = {name: each for name, each in vars(value).items() if not (name[0] == name[-1] == "_")}
+            return f"<{', '.join(parts + ([self.text(more)] if more else []))}>"
         for base in _BASES:
             if isinstance(value, base):
                 return self._with_state(value, self._leaf(base.__repr__(value)), bare=True)
         if isinstance(value, Mapping):
-            body = f"{{{', '.join(f'{self.text(key)}: {self.text(each)}' for key, each in value.items())}}}"
+            pairs = [(self.text(key), self.text(each)) for key, each in value.items()]
+            if kind in _UNORDERED:
+                pairs.sort()
+            body = f"{{{', '.join(f'{key}: {each}' for key, each in pairs)}}}"
             if isinstance(value, collections.defaultdict):
                 body += f", {self.text(value.default_factory)}"
             return body if kind is dict else self._with_state(value, body)
@@ -152,23 +167,29 @@ class _Walk:
             if kind is tuple:
                 return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
             body = f"[{', '.join(texts)}]"
+            if isinstance(value, collections.deque):
+                body += f", {value.maxlen}"
             return body if kind is list else self._with_state(value, body)
         if isinstance(value, Set):
             body = f"{{{', '.join(sorted(self.text(each) for each in value))}}}" if value else "set()"
             return body if kind in (set, frozenset) else self._with_state(value, body)
-        if isinstance(value, os.PathLike):  # which keeps its hash in a slot
-            return f"{_name(kind)}({self.text(os.fspath(value))})"
-        if isinstance(value, BaseException):
-            return self._with_state(value, self.text(value.args))
+        if isinstance(value, pathlib.PurePath):
+            return self._with_state(value, self.text(pathlib.PurePath.__str__(value)))
+        if isinstance(value, BaseException):  # whose arguments have no name of a file
+            owners = kind.__mro__[: kind.__mro__.index(BaseException)]
+            native = [vars(each).items() for each in owners if not each.__flags__ & _HEAP_TYPE]
+            names = {name for items in native for name, slot in items if isinstance(slot, _ROOM)}
+            more = {name: getattr(value, name, None) for name in names}
+            return self._with_state(value, f"{self.text(value.args)}, {self.text(more)}, {self.text(value.__cause__)}")
         if isinstance(value, slice):
             return f"slice{self.text((value.start, value.stop, value.step))}"
         if isinstance(value, re.Pattern):
             return f"{_name(kind)}({self.text(value.pattern)}, {value.flags})"
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        if isinstance(value, np.ndarray | np.void) and not value.dtype.hasobject:
             self._spend(value.nbytes)
             digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).hexdigest()
             return self._with_state(value, f"{value.dtype!r}, {value.shape}, {digest}")
-        if isinstance(value, np.generic) and not value.dtype.hasobject:
+        if _is_scalar(value):
             return self._leaf(repr(value))
         if isinstance(value, np.dtype):
             return self._leaf(str(value))
@@ -186,7 +207,14 @@ class _Walk:
         if isinstance(value, staticmethod | classmethod):
             return f"{type(value).__name__}({self.text(value.__func__)})"
         if isinstance(value, property):
-            return f"property({', '.join(self.text(each) for each in (value.fget, value.fset, value.fdel))})"
+            return self._with_state(value, ", ".join(map(self.text, (value.fget, value.fset, value.fdel))))
+        if isinstance(value, types.GenericAlias):
+            return self._with_state(value, f"{self.text(value.__origin__)}, {self.text(value.__args__)}")
+        if isinstance(value, types.UnionType):
+            return self._with_state(value, self.text(value.__args__))
+        if isinstance(value, operator.attrgetter | operator.itemgetter | operator.methodcaller):
+            self.code = True
+            return self._with_state(value, self.text(value.__reduce__()[1:]))
         if isinstance(value, types.ModuleType | logging.Logger):
             self.code = True
             return f"{_name(type(value))}({getattr(value, '__name__', '') or getattr(value, 'name', '')})"
@@ -206,7 +234,7 @@ class _Walk:
             owner = value.__self__
             return f"{_name(value)} of {'' if isinstance(owner, types.ModuleType) else self.text(owner)}"
         if isinstance(value, functools._lru_cache_wrapper):
-            return f"cached {self.text(value.__wrapped__)}"
+            return self._with_state(value, "cached")  # whose __dict__ has the function
         if isinstance(value, type):
             self.code = True
             if not value.__flags__ & _HEAP_TYPE:
@@ -214,8 +242,8 @@ class _Walk:
             bases = ", ".join(_name(base) for base in value.__bases__)
             body = [
                 f"{name}={self.text(each)}" for name, each in sorted(vars(value).items())
-                if isinstance(each, _OF_CLASS)
-                and (isinstance(each, types.FunctionType) or not (name.startswith("__") and name.endswith("__")))
+                if not isinstance(each, _ROOM) and not _is_cache(value, name)
+                and (isinstance(each, _CODE) or not (name.startswith("__") and name.endswith("__")))
             ]  # fmt: skip
             return f"{_name(value)}({bases}: {', '.join(body)})"
         return None
@@ -231,7 +259,8 @@ class _Walk:
         self._spend(len(code.co_code))
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        text = f"{code.co_code.hex()} {names} {counts} {self.text(code.co_consts)}"
+        table = getattr(code, "co_exceptiontable", b"").hex()  # says what a handler covers, where the code does not
+        text = f"{code.co_code.hex()} {table} {names} {counts} {self.text(code.co_consts)}"
         return f"<code {hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}>"
 
     def _of_object(self, value: Any) -> str:
@@ -242,29 +271,42 @@ class _Walk:
         owner, own = next((each, vars(each)["__repr__"]) for each in kind.__mro__ if _is_native_text(each))
         silent = next(each for each in kind.__mro__ if "__repr__" in vars(each)) is object
         self.code = self.code or silent
-        call = next((vars(each)["__call__"] for each in kind.__mro__ if "__call__" in vars(each)), None)
-        parts = [f"calls {self.text(call)}"] if isinstance(call, types.FunctionType) else []
         if not _is_transparent(kind):
             text = "" if owner is object else self._leaf(own(value))
-            if not text or _ADDRESS.search(text):
+            # An iterator's text says where it stands at most, and an entry's in a folder not which folder.
+            if not text or _ADDRESS.search(text) or isinstance(value, Iterator | os.DirEntry):
                 raise _Unknown(f"{_name(kind)} does not say what it holds")
-            return self._with_state(value, ", ".join([text, *parts]), bare=owner is kind)
-        state = self._state(value)
+            return self._with_state(value, ", ".join([text, *self._beneath(value)]), bare=owner is kind)
+        state, parts = self._state(value), self._calls(kind)
         if not state and not silent:
             text = self._leaf(repr(value))
             parts += [] if _ADDRESS.search(text) else [text]
         return f"{_name(kind)}({', '.join([*parts, *state])})"
 
+    def _beneath(self, value: Any) -> list[str]:
+        """Return the texts of what an object holds of which Python shows only a text, that its class may write."""
+        if isinstance(value, datetime.datetime | datetime.time):  # which do not tell the collector
+            return [] if value.tzinfo is None else [self.text(value.tzinfo)]
+        named = _named(value)
+        seen = {id(type(value)), id(named), *map(id, named.values())}
+        return [self.text(each) for each in gc.get_referents(value) if id(each) not in seen]
+
+    def _calls(self, kind: type) -> list[str]:
+        """Return the text of what an object of a class does when it is called; none if that is Python's own."""
+        call = next((vars(each)["__call__"] for each in kind.__mro__ if "__call__" in vars(each)), None)
+        return [] if call is None or isinstance(call, types.WrapperDescriptorType) else [f"calls {self.text(call)}"]
+
     def _with_state(self, value: Any, body: str, *, bare: bool = False) -> str:
         """Return the text of an object that also has a body. ``bare``: it is the body if there is nothing else."""
-        state = self._state(value)
+        state = [*self._calls(type(value)), *self._state(value)]
         return body if bare and not state else f"{_name(type(value))}({', '.join([body, *state])})"
 
     def _state(self, value: Any) -> list[str]:
         """Return the texts of what an object holds under names."""
         kind, held = type(value), []
         for owner in kind.__mro__:
-            if "__slots__" not in vars(owner):
+            # Paths keep their hash and parts in slots, once they were asked for them.
+            if "__slots__" not in vars(owner) or owner.__module__.partition(".")[0] == "pathlib":
                 continue
             for name, slot in vars(owner).items():
                 if isinstance(slot, types.MemberDescriptorType):
@@ -272,17 +314,29 @@ class _Walk:
                         held.append((name, slot.__get__(value, kind)))
                     except AttributeError:
                         continue  # not set
-        try:
-            named = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            named = {}
-        held += [(str(name), each) for name, each in dict(named).items() if not _is_kept(kind, name)]
+        held += [(str(name), each) for name, each in _named(value).items()]
         return sorted(f"{name}={self.text(each)}" for name, each in held)
 
 
-def _is_kept(kind: type, name: Any) -> bool:
-    """Return whether a name is that of a result that an object keeps: it is there or not, and says nothing new."""
-    return any(isinstance(vars(each).get(name), functools.cached_property) for each in kind.__mro__)
+def _named(value: Any) -> dict[Any, Any]:
+    """Return an object's own ``__dict__``; empty if it has none."""
+    try:
+        named = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return named if type(named) is dict else dict(named)
+
+
+def _is_scalar(value: Any) -> bool:
+    """Return whether a value is one of numpy's whose ``repr`` says all: that of a record leaves out."""
+    return isinstance(value, np.generic) and not isinstance(value, np.void) and not value.dtype.hasobject
+
+
+def _is_cache(kind: type, name: str) -> bool:
+    """Return whether a name in a class's body is that of what it was asked for: other in each process."""
+    if isinstance(kind, enum.EnumMeta):
+        return name == "_value2member_map_"
+    return isinstance(kind, abc.ABCMeta) and name == "_abc_impl"
 
 
 def _is_native_text(kind: type) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import functools
+import itertools
 import logging
 import os
 import random
@@ -171,7 +174,8 @@ def shared(levels: int) -> list[Any]:
 UNKNOWN: dict[str, Callable[[], Any]] = {
     "generator": lambda: (each for each in "ab"), "iterator": lambda: iter([1]), "map": lambda: map(str, []),
     "in an object": lambda: Held({"a": iter([1])}), "deep": lambda: nested(5000), "wide": lambda: shared(40),
-    "raises": lambda: Raises(), "memory": lambda: memoryview(b"x"),
+    "raises": lambda: Raises(), "memory": lambda: memoryview(b"x"), "repeat": lambda: itertools.repeat(1),
+    "entry of a folder": lambda: next(iter(os.scandir("/"))), "in a class": lambda: type("C", (), {"a": iter([1])}),
 }  # fmt: skip
 
 
@@ -184,15 +188,22 @@ def test_what_cannot_be_told_is_shared_with_nobody(caplog: pytest.LogCaptureFixt
     assert "overrides" in told and "shared with no other" in told
 
 
-def test_a_lock_and_a_kept_result_in_an_object_cost_no_hits() -> None:
-    class Config(Held):
-        @functools.cached_property
-        def twice(self) -> int:
-            return int(self.value) * 2
-
-    one, other = Config(2), Config(2)
+def test_a_lock_in_an_object_costs_no_hits() -> None:
+    one, other = Held(2), Held(2)
     one.lock, other.lock = threading.Lock(), threading.Lock()  # type: ignore[attr-defined]
-    assert one.twice == 4 and identity({"overrides": one}) == identity({"overrides": other})
+    assert identity({"overrides": one}) == identity({"overrides": other})
+
+
+@pytest.mark.parametrize("kind", [dict, collections.Counter, lambda items: collections.defaultdict(int, items)])
+def test_the_order_of_a_plain_mapping_costs_no_hits(kind: Callable[[Any], Any]) -> None:
+    one, other = kind({"a": 1, "b": 2}), kind({"b": 2, "a": 1})
+    assert one == other and identity({"overrides": {"x": one}}) == identity({"overrides": {"x": other}})
+
+
+def test_what_a_class_was_asked_for_costs_no_hits() -> None:
+    made = [enum.Flag("Made", {"ONE": 1, "TWO": 2}) for _ in range(2)]
+    assert made[0](3).name == "ONE|TWO", "which it keeps"
+    assert identity({"overrides": made[0]}) == identity({"overrides": made[1]})
 
 
 def test_keys_of_any_length_fit() -> None:
