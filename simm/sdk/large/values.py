@@ -15,11 +15,16 @@ What can go wrong, and what we chose
   evicted in their turn. So are those of a value that was replaced by an ordinary one, or deleted by a client that has
   not met it.
 * *The manifest's server does not answer a put.* The manifest is read again: the put has succeeded if it is the new one.
-  Parts are dropped only if another manifest is in force than theirs. If nobody knows which one is, all parts stay, and
-  are evicted in their turn.
+  If it is not, the server may still store it, once it goes on. So the new parts are dropped only if a third put's
+  manifest is in force; else they stay, and are evicted in their turn. The old parts are dropped once another value is
+  in force. If nobody knows which one is, they stay too.
+* *Two clients put at once with two copies.* Each manifest may end as one of the copies, and a read takes either. So a
+  put looks at all copies, and drops its parts only if none of them names it. If a server does not answer that, they
+  stay. A copy cannot be deleted by its version, so none is. A read that finds a part missing tries another copy.
 * *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up,
   and so is what may have been kept by a server that has not answered.
-  So is what was kept of a value that was replaced meanwhile. A put in parts ends the keeping of what it replaces.
+  So are the parts of a value that was replaced meanwhile; the new value's entry is left as it is, as somebody else may
+  have kept it. A put in parts ends the keeping of what it replaces.
 * *Servers do not answer.* All exchanges of a call have one deadline, however many values and parts it has. What there
   is no time for is not begun. What is to be undone then has half a deadline more, and half of that is enough for a
   server.
@@ -40,7 +45,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...constants import KEEP_PARTS, KEEP_SOFT, VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
@@ -73,6 +78,25 @@ _Read = Callable[[Sequence[bytes], Sequence[Sink]], list[Any]]
 _Put = Callable[[Sequence[bytes], Sequence[memoryview | Span]], list[int]]
 
 
+class _InForce(NamedTuple):
+    """What the copies under a key say."""
+
+    #: By their versions.
+    manifests: dict[bytes, Manifest]
+    #: Whether there is an ordinary value.
+    ordinary: bool
+    #: Whether a server has not answered, so that there may be more.
+    silent: bool
+
+    def has_other(self, *known: Manifest | None) -> bool:
+        """Return whether there is a manifest that is none of these."""
+        return not self.manifests.keys() <= {each.version for each in known if each is not None}
+
+    def first(self, other_than: bytes = b"") -> Manifest | None:
+        """Return a manifest of another version than this one, None if there is none."""
+        return next((each for version, each in self.manifests.items() if version != other_than), None)
+
+
 class Large:
     """A client's values in parts. Any thread may call it.
 
@@ -99,6 +123,7 @@ class Large:
         self._keep: Callable[[Sequence[bytes], int, int], list[int]] = (replicas or puts).keep
         self._read_manifests: _Read = manifest_gets.read_many if manifest_replicas is None else manifest_replicas.read
         self._put_manifests: _Put = (manifest_replicas or manifest_puts).put
+        self._manifest_copies = manifest_replicas
 
     @contextlib.contextmanager
     def _undoing(self) -> Iterator[None]:
@@ -122,6 +147,20 @@ class Large:
         room = bytearray(MANIFEST_BYTES)
         got = self._read_manifests([digest], [memoryview(room)])[0]
         return _decoded(digest, room, got), got
+
+    def _in_force(self, digest: bytes) -> _InForce:
+        """Return what is under a key, in all of its copies. One exchange with each server of one."""
+        if self._manifest_copies is None:
+            there, got = self._found(digest)
+            found = [(there, got)]
+        else:
+            copies = self._manifest_copies.read_copies(digest, MANIFEST_BYTES)
+            found = [(_decoded(digest, room, got), got) for got, room in copies]
+        return _InForce(
+            {there.version: there for there, _ in found if there is not None},
+            any(got is LARGE for _, got in found),
+            any(got == UNAVAILABLE for _, got in found),
+        )
 
     def manifests(self, digests: Sequence[bytes]) -> list[Manifest | None]:
         """Return the manifest under each key, None where there is none. One exchange with each worker elsewhere."""
@@ -158,14 +197,16 @@ class Large:
             mine = ALLOWANCE.mine
             before = mine.room, mine.least_s
             mine.room = room = room_of_call(self._deadline_s / 2)
-            if others:
-                names = [digests[position] for position in others]
-                answers = self._put_charged(put_others, names, [sources[position] for position in others], room)
-                statuses.update(zip(names, answers))
-            for digest, position in last.items():
-                if digest not in statuses:
-                    statuses[digest] = self._put(digest, sources[position], if_absent, room)
-            mine.room, mine.least_s = before
+            try:
+                if others:
+                    names = [digests[position] for position in others]
+                    answers = self._put_charged(put_others, names, [sources[position] for position in others], room)
+                    statuses.update(zip(names, answers))
+                for digest, position in last.items():
+                    if digest not in statuses:
+                        statuses[digest] = self._put(digest, sources[position], if_absent, room)
+            finally:
+                mine.room, mine.least_s = before
         return [statuses[digest] for digest in digests]
 
     def _put_charged(
@@ -212,18 +253,7 @@ class Large:
             if status == Status.UNAVAILABLE:
                 return self._find_out(digest, old, new)
         if status == Status.OK and self._put_once:
-            there, got = self._found(digest)
-            # Neither: it could not be read, or has gone again. Nobody knows that it is not this one.
-            if got is LARGE or (there is not None and there.version != new.version):
-                remains = spared is not None and there is not None and there.version == spared.version
-                with self._undoing():
-                    self.drop(digest, new)
-                    if spared is not None and not remains:
-                        self.drop(digest, spared)
-                if remains:
-                    self._counters["put_failures"] += 1
-                    return Status.UNAVAILABLE
-                return status  # another client was first, and its value stays
+            return self._settle_once(digest, old, new)
         if status != Status.OK:
             with self._undoing():
                 for some in _grouped(stored, _DELETES):
@@ -233,20 +263,45 @@ class Large:
                 self.drop(digest, old)
         return status
 
+    def _settle_once(self, digest: bytes, old: Manifest | None, new: Manifest) -> int:
+        """Return the Status of a put whose manifest was stored unless there was one, and drop what no copy names.
+
+        One exchange, and those of :meth:`drop`.
+        """
+        found = self._in_force(digest)
+        stored = new.version in found.manifests
+        remains = old is not None and old.version in found.manifests
+        beaten = found.ordinary or found.has_other(old, new)
+        unused: list[Manifest] = []
+        if not found.silent:  # else a copy may name them that nobody has read
+            # No copy at all: the new one has gone again, and its parts go in their turn.
+            if not stored and (beaten or remains):
+                unused.append(new)
+            if old is not None and not remains:
+                unused.append(old)
+        if unused:
+            with self._undoing():
+                for each in unused:
+                    self.drop(digest, each)
+        if remains and not stored and not beaten:
+            self._counters["put_failures"] += 1
+            return Status.UNAVAILABLE
+        return Status.OK  # also if another client was first: its value stays
+
     def _find_out(self, digest: bytes, old: Manifest | None, new: Manifest) -> int:
-        """Return the Status of a put whose manifest may be stored, and drop the parts that no manifest in force names.
+        """Return the Status of a put whose manifest may be stored, or be stored later. Drop what nobody will read.
 
         One exchange, and those of :meth:`drop`.
         """
         with self._undoing():
-            there, got = self._found(digest)
-            # A miss is none for certain with two copies: it may be that one of their servers does not answer.
-            if there is None and (got == UNAVAILABLE or (self._put_once and got is not LARGE)):
-                return Status.UNAVAILABLE
-            stored = there is not None and there.version == new.version
-            if not stored:
+            found = self._in_force(digest)
+            stored = new.version in found.manifests
+            # Unless a third put came after this one, its manifest may be stored once the server goes on. Of two copies
+            # one says nothing of what the other's server does.
+            if not stored and not self._put_once and found.has_other(old, new):
                 self.drop(digest, new)
-            if old is not None and there is not None and there.version != old.version:
+            another = found.ordinary or bool(found.manifests)
+            if old is not None and another and old.version not in found.manifests and not found.silent:
                 self.drop(digest, old)
         return Status.OK if stored else Status.UNAVAILABLE
 
@@ -296,8 +351,8 @@ class Large:
             got = self._read_parts(digest, manifest, sink)
             if is_hit(got) or got == UNAVAILABLE:
                 return got
-            before, manifest = manifest, self.manifest(digest)
-            if manifest is None or manifest.version == before.version:
+            manifest = self._in_force(digest).first(other_than=manifest.version)
+            if manifest is None:
                 return MISS  # with two replicas it may be there for all that: a server may not have answered
         return MISS
 
@@ -379,6 +434,7 @@ class Large:
         Two exchanges with each server that has a part, and one with that of the manifest after them.
         """
         manifest, got = self._found(digest)
+        silent = bool(got == UNAVAILABLE)
         status: int = Status.UNAVAILABLE
         for _ in range(READS):
             if manifest is None:
@@ -389,19 +445,22 @@ class Large:
             may_send = allowed(math.inf) >= min(self._deadline_s / 2, ALLOWANCE.mine.least_s)
             answers = self._keep(names, how | KEEP_PARTS, seconds)
             status = next((answer for answer in answers if answer != Status.OK), Status.OK)
-            there, got = self._found(digest)
-            same = there is not None and there.version == manifest.version
+            found = self._in_force(digest)
+            silent = found.silent
+            same = manifest.version in found.manifests
             if same and status == Status.OK:
                 return status
             # A server that has not answered may have kept some. Without time nothing was sent, and nothing is undone:
             # each value of the call would take half a deadline more for that.
             if may_send or any(answer != Status.UNAVAILABLE for answer in answers):
+                # Who has put another value may have kept it: its entry has the key's own digest.
+                replaced = not same and (found.ordinary or bool(found.manifests) or not silent)
                 with self._undoing():
-                    self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)
+                    self._keep(names[:-1] if replaced else names, KEEP_SOFT | KEEP_PARTS, 0)
             if same:
                 return status
-            manifest = there
-        if got == UNAVAILABLE:  # nobody knows that it has gone
+            manifest = found.first()
+        if silent:  # nobody knows that it has gone
             return status or Status.UNAVAILABLE
         return Status.NOT_FOUND
 
