@@ -453,10 +453,10 @@ class Large:
             # A server that has not answered may have kept some. Without time nothing was sent, and nothing is undone:
             # each value of the call would take half a deadline more for that.
             if may_send or any(answer != Status.UNAVAILABLE for answer in answers):
-                # Who has put another value may have kept it: its entry has the key's own digest.
-                replaced = not same and (found.ordinary or bool(found.manifests) or not silent)
+                # Also that of the key, though who has replaced the value may have kept it: else a keep that fails could
+                # leave it hard kept for nobody.
                 with self._undoing():
-                    self._keep(names[:-1] if replaced else names, KEEP_SOFT | KEEP_PARTS, 0)
+                    self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)
             if same:
                 return status
             manifest = found.first()

@@ -213,8 +213,8 @@ def test_a_put_whose_end_is_not_known_drops_no_parts_that_a_copy_names() -> None
 
 
 @pytest.mark.parametrize("ordinary", [True, False])
-def test_another_puts_keeping_is_not_ended(ordinary: bool) -> None:
-    """The value is replaced while its parts are kept, and who does that keeps the new one."""
+def test_a_keep_whose_value_was_replaced_gives_up_all_that_it_kept(ordinary: bool) -> None:
+    """Also the key's own entry, though who replaced the value may have kept it: nothing stays hard kept for nobody."""
     entries = Entries()
     assert put(single(entries), A) == Status.OK
     old = Manifest.decode(KEY, entries.values[KEY])
@@ -237,10 +237,10 @@ def test_another_puts_keeping_is_not_ended(ordinary: bool) -> None:
     values._keep = keep
     statuses: list[int] = [Status.TOO_LARGE]
     values.keep([KEY], statuses, 2, 60)
-    assert (False, 0) in asked and (True, 0) not in asked
+    assert (True, 0) in asked and (False, 0) not in asked
     assert {entries.kept[part] for part in old.digests(KEY)} == {0}
     if ordinary:
-        assert statuses == [Status.NOT_FOUND] and entries.kept[KEY] == 3600
+        assert statuses == [Status.NOT_FOUND] and entries.kept[KEY] == 0
     else:
         assert statuses == [Status.OK] and entries.kept[KEY] == 60, "of the new one"
 
