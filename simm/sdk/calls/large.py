@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...constants import VALUE_BYTES_MAX
 from ...errors import UsageError
-from ...net.allowance import ALLOWANCE
 from ..batch import LARGE, Mistake, Result
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ class LargeCalls:
 
     def _read_large(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Any]:
         """Do ``get_digests`` for values of which some may be in parts, within one deadline."""
+        from ...net.allowance import ALLOWANCE
+
         read = self._gets.read_many if self._replicas is None else self._replicas.read
         if self._routes.all_mapped():
             # Most often the parts, if there are any, are all that may cost time, but a shard may have begun to move.

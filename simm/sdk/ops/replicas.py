@@ -215,7 +215,8 @@ class Replicas:
         rooms = [bytearray(size) for _ in copies]
         with self._routes.patience() as patience:
             answers = self._gets.read_many(copies, [memoryview(room) for room in rooms], patience)
-        self.counters["misses"] -= answers.count(MISS)
+        misses = answers.count(MISS)
+        self.counters["misses"] -= misses
         return list(zip(answers, rooms))
 
     def stored_many(self, digests: Sequence[bytes], patience: Patience | None = None) -> list[bool]:
