@@ -69,11 +69,8 @@ class Left:
     def give_back(self, owner: object, seconds: float, until: float) -> None:
         """Set back what an object had set, which owns it no longer."""
         if self.owner is not None and self.owner() is owner:
-            self.least_s, self.room = math.inf, None
-            self.seconds, self.until = seconds, until
-            self.owner = None
-        else:
-            self.seconds, self.until = seconds, until
+            self.least_s, self.room, self.owner = math.inf, None, None
+        self.seconds, self.until = seconds, until
 
 
 class Allowance(threading.local):
@@ -139,11 +136,19 @@ def at_least(seconds: float) -> AbstractContextManager[None]:
     return _AtLeast(seconds)
 
 
-class _AtMost:
+class _Block:
+    """A ``with`` statement about so many seconds; ``_before`` is what it sets back."""
+
     __slots__ = ("__weakref__", "_before", "_seconds")
+
+    _before: Any
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+
+
+class _AtMost(_Block):
+    __slots__ = ()
 
     def __enter__(self) -> None:
         mine = ALLOWANCE.mine
@@ -156,11 +161,8 @@ class _AtMost:
         mine.give_back(self, mine.seconds, self._before)
 
 
-class _AtLeast:
-    __slots__ = ("__weakref__", "_before", "_seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+class _AtLeast(_Block):
+    __slots__ = ()
 
     def __enter__(self) -> None:
         mine = ALLOWANCE.mine

@@ -23,8 +23,8 @@ What can go wrong, and what we chose
   stay. A copy cannot be deleted by its version, so none is. A read that finds a part missing tries another copy.
 * *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up,
   and so is what may have been kept by a server that has not answered.
-  So are the parts of a value that was replaced meanwhile; the new value's entry is left as it is, as somebody else may
-  have kept it. A put in parts ends the keeping of what it replaces.
+  So is what was kept of a value that was replaced meanwhile, the key's own entry with it, though who replaced it may
+  have kept that. A put in parts ends the keeping of what it replaces.
 * *Servers do not answer.* All exchanges of a call have one deadline, however many values and parts it has. What there
   is no time for is not begun. What is to be undone then has half a deadline more, and half of that is enough for a
   server.
