@@ -47,6 +47,7 @@ from .config.startup import say
 from .constants import NO_OWNER
 from .errors import ConfigError, SimmError, UsageError, printable
 from .host.file_locks import LockFile
+from .host.threads import LACKING
 from .ipc import segments
 from .net.http import Web
 from .net.listeners import NamedSocket, open_listener, require_free
@@ -57,7 +58,7 @@ from .net.token_watch import watch_tokens
 from .rpc import Flag
 from .server import migration
 from .server.arena_stock import ArenaStock
-from .server.children import LACKING, STATS_ID, STREAM_PAUSE_S, Children, WorkerSlot, pause_after
+from .server.children import STATS_ID, STREAM_PAUSE_S, Children, WorkerSlot, pause_after
 from .server.membership import JOIN_TIMEOUT_S, Membership
 from .server.operators.admin import open_admin
 from .server.operators.pages import DataServerPages

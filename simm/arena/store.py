@@ -29,13 +29,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import CorruptionError
-from ..host.threads import beating
+from ..host.threads import LACKING, beating
 from ..table import ZERO_DIGEST, Entry, Table
 from ..wire.messages import ABSENT, BOUND, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
@@ -71,8 +71,6 @@ from .vault import Vault, take_over
 #: Causes of failed puts: the keys of ``put_failures``.
 BAD_REQUEST, WRONG_OWNER, STALE_GRANT = "bad_request", "wrong_owner", "stale_grant"
 TABLE_FULL, NO_ROOM, OVER_QUOTA, OLD_EPOCH = "table_full", "no_room", "over_quota", "old_epoch"
-#: What a recovery raises for want of memory, descriptors or threads, whatever slots say. The next one may have them.
-_LACKING: Final = (MemoryError, OSError, RuntimeError)
 
 
 class Store:
@@ -175,7 +173,7 @@ class Store:
         try:
             store._rebuild()
         except Exception as exc:
-            if vault is None or isinstance(exc, _LACKING):
+            if vault is None or isinstance(exc, LACKING):  # whatever slots say: the next recovery may have it
                 raise
             # What the slots say may change while they are read. Without them nothing is left that can be wrong.
             store = cls(mm, geometry, incarnation, policy, vault, shares)

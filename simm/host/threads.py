@@ -21,6 +21,8 @@ from typing import Final
 
 from . import fork
 
+#: What is raised where the system has no process, descriptor, thread or memory to spare, which may pass.
+LACKING: Final = (OSError, MemoryError, RuntimeError)
 #: Between two beats, seconds: a tenth of what readers of an arena wait for one.
 BEAT_S: Final = 0.05
 #: No block takes as long. One that does has hung, and its heartbeat stops.

@@ -28,6 +28,7 @@ from typing import Any, Final
 from ..arena.vault import Vault
 from ..config.logs import log_as
 from ..errors import CorruptionError, SimmError
+from ..host.threads import LACKING
 from ..ipc.arena_files import OwnedArena
 from ..ipc.tally import Continued, Totals
 from ..net.listeners import NamedSocket
@@ -51,8 +52,6 @@ from .slots.failures import Failures
 
 log = logging.getLogger("simm.dataserver")
 
-#: What is raised where the system has no process, descriptor, thread or memory to spare, which may pass.
-LACKING: Final = (OSError, MemoryError, RuntimeError)
 #: Pause after a failed fork.
 FORK_AGAIN_S: Final = 0.5
 #: Limit for resolving a name; the caller tries again later.

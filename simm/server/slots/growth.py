@@ -44,6 +44,7 @@ from ...constants import SLAB_BYTES
 from ...errors import ConfigError, SegmentError, SimmError, UsageError, printable
 from ...host import numa
 from ...host.memory import mib
+from ...host.threads import LACKING
 from ...ipc import segments
 from ...ipc.arena_files import OwnedArena
 from ...net.listeners import NamedSocket
@@ -52,7 +53,7 @@ from ...net.process import end_children
 from ...rpc import encode
 from ...wire import messages as M
 from ..arena_stock import ArenaStock
-from ..children import LACKING, Children, Supervised, WorkerSlot
+from ..children import Children, Supervised, WorkerSlot
 from ..membership import Membership
 from ..rdma_supervisor import Endpoints
 from .opening import Opener, close_all

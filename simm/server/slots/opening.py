@@ -19,6 +19,7 @@ from ...arena.vault import suspend
 from ...config.live import LiveSettings
 from ...config.parsers import Address
 from ...host import numa
+from ...host.threads import LACKING
 from ...ipc import segments
 from ...ipc.arena_files import OwnedArena
 from ...net.listeners import NamedSocket, open_listener
@@ -156,8 +157,8 @@ class Opener:
             store = self._stock.store_in(slot.number, arena, slot.vault, self.live["policy"], shares)
             worker = start_worker(store, settings, slot.unix, supervisor)
             follow_settings(self.live, worker)
-        except (MemoryError, OSError, RuntimeError):
-            raise  # no fault of the arena; RuntimeError: no thread can be started
+        except LACKING:
+            raise  # no fault of the arena
         except Exception as exc:
             if fresh:
                 raise
