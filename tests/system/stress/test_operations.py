@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.dose import dosed
 from tests.system.stress.operations import Engine, storm
 
 #: Of the bytes of groups, those of which the other member may be missing at the end.
@@ -23,9 +22,8 @@ def assert_right(counts: dict[str, Any]) -> None:
     assert counts.get("orphaned", 0) <= ORPHANED_MAX * counts["grouped"], counts
 
 
-@pytest.mark.quick
 def test_storm_of_operations() -> None:
-    assert_right(storm(dosed(6.0, quick=4.0), 2, seed=5, needs=NEEDS))
+    assert_right(storm(6.0, 2, seed=5, needs=NEEDS))
 
 
 @pytest.mark.slow

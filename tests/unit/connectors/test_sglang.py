@@ -48,10 +48,12 @@ class Engines:
     def __init__(self, module: Any, store: FakeStore) -> None:
         self.module, self.store = module, store
         self.clients: list[FakeClient] = []
+        self.made: list[Any] = []
 
     def __call__(self, pool: Pool | None = None, others: dict[Any, Pool] | None = None, **config: Any) -> Any:
         self.clients.append(FakeClient(store=self.store))
         backend = self.module.HiCacheSimm(Config(**config), {}, client=self.clients[-1])
+        self.made.append(backend)
         backend.register_mem_pool_host(pool or Pool())
         for name, other in (others or {}).items():
             backend.register_mem_host_pool_v2(other, name)
@@ -62,6 +64,8 @@ class Engines:
 def engine(sglang: Any, store: FakeStore) -> Iterator[Engines]:
     made = Engines(sglang, store)
     yield made
+    for backend in made.made:
+        backend.close()  # its registrar would try for a minute to register by a client that is closed
     for client in made.clients:
         client.close()
 
