@@ -433,6 +433,7 @@ def test_the_oracle_can_fail() -> None:
         oracle.accepting(worker)
 
 
+@pytest.mark.full
 def test_the_skipped_maps_of_a_large_cluster_say_nothing_new() -> None:
     """Above 64 nodes a server skips maps that do not concern it: the same run with and without that."""
     options = Options(
@@ -478,6 +479,7 @@ def test_a_manager_without_state_waits_for_each_server_that_asks() -> None:
 # --- the command ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = dosed(3, quick=1)
     assert simulate.main(["--seeds", f"0:{seeds}", "--jobs", "1"]) == 0

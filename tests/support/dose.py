@@ -20,12 +20,13 @@ import pytest
 #: The quick run has a dose of these folders, and elsewhere the tests marked ``quick``.
 QUICK: Final = ("tests/unit/", "tests/models/")
 #: Sets of parameters of one test in the quick run at most. More of them find little that these do not.
-QUICK_SETS: Final = 4
-#: The same in the folders whose tests compute: they replay each store of an operation, or run clusters in threads.
+QUICK_SETS: Final = 3
+#: The same in the folders whose tests compute: they replay each store of an operation, run clusters in threads, or
+#: engines against each kind of failure.
 COSTLY_SETS: Final = 2
 COSTLY: Final = (
-    "tests/models/", "tests/unit/arena/", "tests/unit/cluster/", "tests/unit/gpu/", "tests/unit/ipc/",
-    "tests/unit/sdk/", "tests/unit/server/", "tests/unit/shm/",
+    "tests/models/", "tests/unit/arena/", "tests/unit/cluster/", "tests/unit/connectors/", "tests/unit/gpu/",
+    "tests/unit/ipc/", "tests/unit/sdk/", "tests/unit/server/", "tests/unit/shm/",
 )  # fmt: skip
 
 _T = TypeVar("_T")

@@ -16,6 +16,7 @@ from simm.traces.simulate import simulate
 from tests.support.dose import dose
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", dose([0.1, 0.2], quick=1))
 @pytest.mark.parametrize("seed", dose([1, 2, 3], quick=1))
 def test_no_policy_finds_much_more_of_a_conversation_than_the_default(seed: int, share: float) -> None:

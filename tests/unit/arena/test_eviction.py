@@ -522,6 +522,7 @@ def test_check_sees_each_kind_of_damage(damage) -> None:  # type: ignore[no-unty
         check(policy)
 
 
+@pytest.mark.full
 def test_a_slot_costs_nineteen_bytes_beside_the_memory_of_keys() -> None:
     slots = 70_000
     visited = memoryview(bytearray(slots))

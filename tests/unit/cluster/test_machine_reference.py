@@ -385,6 +385,7 @@ def test_mutation_a_deal_to_those_who_missed_a_map_is_found(monkeypatch: pytest.
     assert "old values" in text or "so might a previous owner" in text
 
 
+@pytest.mark.full
 def test_mutation_an_acknowledgement_that_is_not_heeded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard may wait for a node to acknowledge a map: whoever rebalances too seldom leaves a step undone."""
     monkeypatch.setattr(placement_module.Placement, "awaits", lambda *_: False)

@@ -237,6 +237,7 @@ def test_issue_what_a_process_registered_before_gives_way() -> None:
     assert len(newest.by) == registry.OWNERS_MAX and newest.by[-1] == f"owner {3 * registry.OWNERS_MAX - 1}"
 
 
+@pytest.mark.full
 def test_issue_names_of_processes_leave_room_for_the_registrations() -> None:
     """A deployment has many processes, whose names are as long as all else: the oldest deployments were dropped."""
     client, key = FakeClient(), registry.value_key("m", "sglang-simm")

@@ -21,6 +21,7 @@ from simm.host.buffers import RELEASE_BYTES, Copier, Span, address_of
 from simm.host.parts import scatter
 from simm.sdk.batch import LargeValue
 from simm.sdk.ops.parts import check_apart, overlapping, pieces_of, prepared, ranges_of, ranges_of_many
+from tests.support.dose import dosed
 
 BIG = RELEASE_BYTES + 1
 
@@ -142,7 +143,7 @@ def test_what_is_refused_for_overlaps(keys: list[list[tuple[int, int]]]) -> None
     st.lists(st.tuples(st.integers(0, 900), st.integers(1, 70)), min_size=1, max_size=20), st.booleans(),
     st.sampled_from([np.int64, np.uint16, np.int32]), st.sampled_from([8, BIG, 64 << 10]), st.integers(0, 3),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=dosed(150, quick=40), deadline=None)
 def test_arrays_are_what_a_list_is(
     given_ranges: list[tuple[int, int]], equal: bool, kind: Any, unit: int, more: int
 ) -> None:

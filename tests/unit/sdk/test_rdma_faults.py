@@ -355,6 +355,7 @@ def test_a_link_that_breaks_in_the_middle_of_a_batch(monkeypatch: pytest.MonkeyP
                 assert version_in(key, got) in (1, 2)
 
 
+@pytest.mark.full
 def test_a_rail_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two rails fails: its queue pair is not used, and is used again once the rail works."""
     with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d")) as cluster:
@@ -476,6 +477,7 @@ def test_a_closed_arena_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
         assert client.get("k") == b"value"
 
 
+@pytest.mark.full
 def test_a_heartbeat_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a manager the client ignores it. Without one it drops the path until the heartbeat continues."""
     with FakeRdmaCluster(monkeypatch) as cluster:

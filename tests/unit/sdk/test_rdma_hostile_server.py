@@ -427,6 +427,7 @@ def test_a_worker_that_is_down_costs_no_connection(monkeypatch: pytest.MonkeyPat
 # -- rails that reach only their like -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_pairs_that_do_not_work_are_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each further connection on separate rails, made during a call, would try the failing pairs again."""
     with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d")) as cluster:

@@ -101,6 +101,7 @@ def test_batches_of_all_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bytes(view.data) == values[1]
 
 
+@pytest.mark.full
 def test_values_of_any_size_at_once_through_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the largest value, into registered and other memory, over two queue pairs and through two staging blocks."""
     with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=256 * MIB, pieces=8) as cluster:

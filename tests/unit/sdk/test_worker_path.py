@@ -354,6 +354,7 @@ def test_a_worker_of_another_user_is_used_by_tcp_with_one_warning(
         target.close()
 
 
+@pytest.mark.full
 def test_a_server_of_the_same_name_that_the_map_does_not_name_is_not_read(cluster: FakeCluster) -> None:
     """It is cut off from the manager, and another one has its name by now, with the same path on another host."""
     worker = cluster.nodes[0].worker

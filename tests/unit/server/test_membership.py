@@ -551,6 +551,7 @@ def test_asks_the_one_that_leads(manager: Manager) -> None:
     standby.close()
 
 
+@pytest.mark.full
 def test_waits_for_a_manager_that_collects_its_map(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers no MAP_GET until it is done, but PING; a link on which nothing comes is closed."""
     monkeypatch.setattr(membership_module, "SILENT_S", 1.0)

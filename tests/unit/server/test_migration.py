@@ -474,6 +474,7 @@ def test_garbage_digests_are_only_misses(world: Pair) -> None:
     liar.close()
 
 
+@pytest.mark.full
 def test_issue_values_that_are_given_up_are_counted(world: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lists values and sends none of them: the mover knows what it gives up with their shards."""
     monkeypatch.setattr(move_plan, "GIVE_UP_S", 0.2)

@@ -326,6 +326,7 @@ def test_late_answers_bring_what_they_have(worker: WorkerThread, monkeypatch: py
 M_ERRORS = worker_session.TransportError
 
 
+@pytest.mark.full
 def test_many_clients_over_many_silences(
     worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def test_a_publisher_that_is_restarted(store: Store) -> None:
         same(store, made, "what the new one says")
 
 
+@pytest.mark.full
 def test_a_replay_that_fails_is_asked_for_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simm.index.publishers.REPLAY_IDLE_S", 0.2)
     monkeypatch.setattr("simm.index.publishers.RETRY_S", 0.1)

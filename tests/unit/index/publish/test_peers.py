@@ -105,6 +105,7 @@ def held(door: Door) -> int:
     return sum(len(each) for peer in door.peers for each in peer.out)
 
 
+@pytest.mark.full
 def test_subscribers_that_read_nothing_cost_little_and_stop_nobody(world: World) -> None:
     for _ in range(40):
         world.stall()
