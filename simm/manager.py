@@ -11,10 +11,9 @@ What can go wrong, and what we chose
 * *A storm of changes* (a thousand servers join at once). Changes are collected for ``SETTLE_S``, then stored and pushed
   once. A subscriber that has not taken its last map gets the newest when it has, never a queue of them. Pushes go out
   ``PUSHES_PER_TURN`` a turn, so that heartbeats are read in between.
-* *Killed between a change and its storing.* No map is sent before it is stored: a request for it waits. Nor must an
-  epoch that was sent name another map later. So the file *reserves* epochs: it names one further on, and a manager
-  that was killed continues there. A clean stop writes the exact one. DRAIN is answered when it is stored, others at
-  once: servers say again what a manager does not know.
+* *Killed between a change and its storing.* No map is sent before it is stored. Nor must an epoch that was sent name
+  another map later. So the file *reserves* epochs, and the next manager goes on beyond them (``cluster/recovery.py``).
+  DRAIN is answered when it is stored, others at once: servers say again what a manager does not know.
 * *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``. Service goes on: maps and DRAIN's answer are
   sent though nothing is stored, and STATUS says so (``trouble``). If the manager is killed meanwhile, the servers'
   heartbeats name the newest epoch and raise ours. If the file is lost, the first server that joins brings a map.
@@ -137,7 +136,7 @@ class Manager(Service):
         self.state = StateKeeper(
             loop, store if coordinator is None else coordinator, EPOCHS_RESERVED,
             lambda: (self.cluster.epoch, self.cluster.to_state()), self._publish, self.step_down,
-            self._tuning.traces.to_state,
+            lambda: {**self._tuning.traces.to_state(), **self.advances.to_state()},
         )  # fmt: skip
         self._settling = False
         self._waiting = Waiting()
@@ -167,7 +166,7 @@ class Manager(Service):
         """Stop leading: forget the cluster, and close all connections so that peers look for the leader."""
         log.warning("standing by: %s", why)
         self.leading = False
-        self._waiting.take()
+        self._waiting.clear()
         self.advances.forget()
         for peer in [peer for peer in self.loop.peers if peer.service is self]:
             peer.close(why)
@@ -321,7 +320,7 @@ class Manager(Service):
         """Advance a namespace, and answer when nobody can read its old values any more."""
         if not gate.admits(msg.namespace):
             self._refuse(peer, number, f"{gate.token} may not use the namespace {msg.namespace!r}")
-        elif fault := self.advances.fault(peer, self.loop.now):
+        elif fault := self.advances.fault(peer, self.loop.now, self.state.refuses):
             peer.send_error(number, Status.BUSY, fault)
         elif is_refusal(actions := self.cluster.advance(self.loop.now, msg.namespace)):
             self._reply(peer, number, actions)
@@ -385,7 +384,7 @@ class Manager(Service):
         if not self.state.cover(self.cluster.epoch) or self.state.holds_back or not self._leads():
             return
         found = self._map()
-        for peer, number, said in self._waiting.take():
+        for peer, number, said in self._waiting.take(self.loop, self._answer_waiting):
             if said is not None and not peer.closed:
                 peer.send_message(said.message, number, status=said.status)
             elif not peer.closed:
@@ -457,6 +456,7 @@ class Manager(Service):
         # A predecessor may have left no trace, and one whose key was deleted leads on: see control/election.py.
         cluster.unsure = self.loop.clock() + (self._coordinator.ttl_s if self._coordinator is not None else 0)
         self._tuning.traces.take_state(self.state.loaded)
+        self.advances.take_state(self.state.loaded)
         self._push_epoch = cluster.epoch
         self.state.begin(reserved)
         return cluster

@@ -66,7 +66,7 @@ from ..constants import NO_OWNER
 from ..errors import CorruptionError, RemoteProtocolError, UsageError
 from ..wire.epoch_messages import Advanced, Epochs
 from ..wire.messages import Done, HeartbeatAck, Join, Joined, MapOffer, MapReply, Moved, Status, WorkerInfo, WorkerLoad
-from ..wire.shard_set import shards_in
+from ..wire.shard_set import beyond_stored, shards_in
 from . import absence, snapshot
 from .epochs import FOR_EVER, NamespaceEpochs
 from .nodes import (
@@ -404,10 +404,12 @@ class Cluster:
     @classmethod
     def from_state(
         cls, state: Any, now: float, timing: Timing = Timing(), epoch: int = 0,  # noqa: B008 -- immutable
-        chance: Chance = secrets.randbits,
+        chance: Chance = secrets.randbits, drawn: int | None = None,
     ) -> Cluster:  # fmt: skip
         """Make a cluster from what :meth:`to_state` returned. ``epoch``: one that no map can have had before.
 
+        It goes on some way beyond that one, as the state may be a copy by which another life went on. How far is decided
+        by 64 random bits: ``drawn``, else those of ``chance``.
         Nodes that were alive are JOINING: they have the time of a new node to send a heartbeat, or ``return_s`` if that
         is more. Graces begin anew, as no clock outlives the manager. Raises CorruptionError for a state that
         :meth:`to_state` cannot have made.
@@ -417,13 +419,14 @@ class Cluster:
         made.nodes, made.namespaces, made.unsure = stored.nodes, stored.namespaces, now
         made._placement.set_keys(stored.keys, stored.tables)
         made.epoch = max(stored.epoch, epoch)
-        made._recovery.restore(stored.epoch, stored.tables.since, made.epoch)
         for node in made.nodes.values():
             if node.state is NodeState.DEAD:
                 node.last_seen = -timing.dead_after * timing.heartbeat_s
             elif node.serving:
                 node.last_seen = made._returning
         made.check(settled=False)
+        made.epoch = beyond_stored(made.epoch, chance(64) if drawn is None else drawn)
+        made._recovery.restore(stored.epoch, stored.tables.since, made.epoch)
         made._remap([])  # other settings may make a step due
         return made
 

@@ -10,6 +10,11 @@ What can go wrong, and what we chose
   heartbeat names one must join. It raises its own epoch above that map's. A shard that changed owner in it since the
   last certain map may have had owners that the manager does not know: its ``since`` becomes new, so that every worker
   drops its values of it.
+* *Two lives begin with one state.* A copy of the file is restored, or a life stores nothing on a failing disk. If both
+  went on from the same epoch, servers with a map of the one would take it for a map of the other, and an advance would
+  be confirmed by who has never heard of it. So each life that begins with a stored state goes on by 2^22 to 2^23
+  epochs, drawn by chance (``beyond_stored``). Two of 1,000 maps each meet with a probability of 5 in 10,000, and
+  servers are believed if the copy is some hundred starts old.
 * *A peer names an epoch that cannot be*, to drive this manager's beyond all that fit a map. Epochs are believed up to
   ``epoch_limit``; by a manager that knows nothing up to ``BLANK_LIMIT``, so that it may lose its state thousands of
   times. A client's starts a collection, once: clients come again and again, and would keep a manager waiting for

@@ -8,14 +8,19 @@ as a namespace's name is what keeps others from asking for its keys (SECURITY.md
 Any tenant has advances wait, for an hour, and servers send hundreds of heartbeats a second. So all advances that wait
 are judged by one look at the servers. A heartbeat brings about a look only if it is of the server that was most behind:
 until that speaks, no advance is acknowledged by all. What time brings about waits for the next maintenance.
+
+A manager may be started with a shorter lease than the one before had. Servers that have not heard of it go on with the
+old length, so the longest one is stored with the state. Advances wait for that one, until all servers have acknowledged
+an advance of this manager, and so know the new length, and the last of the old leases has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from ..cluster.epochs import Acknowledged
+from ..cluster.epochs import DRIFT, LATE_S, Acknowledged
 from ..cluster.machine import Cluster
 from ..cluster.nodes import Action, Answer
 from ..net.peer import Peer
@@ -58,6 +63,10 @@ class Advances:
         self._frames_of = -1
         #: Advances that were confirmed; that were not, in time.
         self.confirmed = self.unconfirmed = 0
+        #: The longest lease that an earlier manager has given and that may still run, seconds; 0: none is longer than
+        #: ours. Since when all servers have had EPOCHS of ours, by which they know the new length.
+        self._before_s = 0.0
+        self._heard_at = math.inf
         #: How many may be made, as of a time.
         self._left = float(ADVANCES_AT_ONCE)
         self._left_at = 0.0
@@ -89,8 +98,13 @@ class Advances:
         table = cluster.namespaces.table() if shown is None else list(shown)
         return Epochs(cluster.epoch, cluster.cluster, round(self.lease_s * 1000), table)
 
-    def fault(self, peer: Peer, now: float) -> str:
-        """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting)."""
+    def fault(self, peer: Peer, now: float, refuses: str = "") -> str:
+        """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting).
+
+        ``refuses``: what :attr:`StateKeeper.refuses` says.
+        """
+        if refuses:
+            return refuses
         self._left = min(ADVANCES_AT_ONCE, self._left + max(0.0, now - self._left_at) * ADVANCES_A_SECOND)
         self._left_at = now
         if self._left < 1:
@@ -135,17 +149,22 @@ class Advances:
         cluster = self._cluster()
         settled = cluster.namespaces.settled
         nodes = Acknowledged(cluster.nodes.values())
+        lease_s = self.lease_s if self._before_s == math.inf else max(self.lease_s, self._before_s)
         left = []
         self._behind = None
         for each in self._waiting:
             if each.peer.closed:
                 continue
             epoch = cluster.first_epoch(each.epoch)
-            why = cluster.namespaces.awaited(each.name, epoch, nodes, now, each.since, cluster.unsure, self.lease_s)
+            why = cluster.namespaces.awaited(each.name, epoch, nodes, now, each.since, cluster.unsure, lease_s)
+            if not why and self._before_s == math.inf and (missing := nodes.missing(epoch)):
+                why = f"{missing} must answer, as the leases of an earlier manager do not end"
             if not why and stored < each.epoch:
                 why = "the manager has not stored it"
             if not why:
                 self.confirmed += 1
+                if not nodes.missing(epoch):
+                    self._all_heard(now)
                 each.peer.send_message(Advanced(each.epoch), each.number)
             elif now >= each.until:
                 self.unconfirmed += 1
@@ -155,7 +174,35 @@ class Advances:
                 left.append(each)
                 self._behind = self._behind or nodes.behind(epoch)
         self._waiting = left
-        return cluster.namespaces.settled != settled
+        return cluster.namespaces.settled != settled or self._forget_earlier(now)
+
+    # -- leases of earlier managers ------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what the next manager must know of the leases that servers have: the longest, ms; 0 for ever."""
+        longest_s = max(self.lease_s or math.inf, self._before_s)
+        return {"lease_ms": 0 if longest_s == math.inf else round(longest_s * 1000)}
+
+    def take_state(self, state: Any) -> None:
+        """Take what an earlier manager has stored, None for nothing. One of an older version has stored nothing."""
+        longest_ms = state.get("lease_ms") if isinstance(state, Mapping) else None
+        known = type(longest_ms) is int and longest_ms >= 0
+        self._before_s = (longest_ms / 1000 or math.inf) if known else 0.0
+        if self._before_s <= (self.lease_s or math.inf):
+            self._before_s = 0.0  # ours are as long
+        self._heard_at = math.inf
+
+    def _all_heard(self, now: float) -> None:
+        """Note that all servers give leases of our length from now on."""
+        self._heard_at = min(self._heard_at, now)
+
+    def _forget_earlier(self, now: float) -> bool:
+        """Forget the leases of earlier managers once all have ended. Return True if that is to be stored."""
+        longest_s = self.lease_s if self._before_s == math.inf else self._before_s
+        over = self._before_s > 0.0 and now > self._heard_at + longest_s * (1 + DRIFT) + LATE_S
+        if over:
+            self._before_s = 0.0
+        return over
 
     def forget(self) -> None:
         """Drop all: another manager leads."""

@@ -101,9 +101,18 @@ class StateKeeper:
         return "the state is not stored yet" if late else ""
 
     @property
+    def refuses(self) -> str:
+        """Why tenants must make no further epochs; empty if they may.
+
+        What a coordinator has not stored is not sent. So tenants could use up what is reserved, and then no server that
+        joins would be answered.
+        """
+        return self.trouble if self._binding and self._failed else ""
+
+    @property
     def up_to_date(self) -> bool:
-        """Whether all is stored, in a store."""
-        return self._store is not None and not self._unsaved and self._thread is None
+        """Whether all is stored, or there is no store."""
+        return self._store is None or (not self._unsaved and self._thread is None)
 
     @property
     def stored(self) -> int:

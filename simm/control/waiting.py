@@ -1,19 +1,27 @@
 """Requests that are answered when the map may be sent: those for the map, and orders that must be stored first.
 
 A map may have to wait for hours, as where etcd has no room. Servers ask again with each heartbeat, and clients give up
-and connect again. So each connection has a bounded number of requests here, and one that closes has none.
+and connect again. So each connection has a bounded number of requests here, and one that closes has none. When the map
+may be sent, after minutes perhaps, thousands of connections wait. They are answered a part in each turn of the loop, so
+that heartbeats are read in between.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ..cluster.nodes import Answer
+from ..net.loop import Loop
 from ..net.peer import Peer
 from ..wire.messages import Status
 
 #: Requests of one connection that may wait.
 OF_PEER_MAX: Final = 8
+#: Connections that are answered in one turn.
+ANSWERED_PER_TURN: Final = 128
 
 
 class Waiting:
@@ -21,12 +29,15 @@ class Waiting:
 
     def __init__(self) -> None:
         self._of: dict[Peer, list[tuple[int, Answer | None]]] = {}
+        #: The rest is taken in the next turn.
+        self._going_on = False
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        """Whether some wait and may be taken in this turn."""
+        return bool(self._of) and not self._going_on
 
     def add(self, peer: Peer, number: int, said: Answer | None = None) -> None:
         """Have request ``number`` wait for the map, or for its answer ``said``. Refuse it if too many wait already."""
@@ -43,7 +54,22 @@ class Waiting:
         """Forget the requests of a connection that has closed."""
         self._of.pop(peer, None)
 
-    def take(self) -> list[tuple[Peer, int, Answer | None]]:
-        """Return all, in the order of their connections and of their requests; none waits any more."""
-        found, self._of = self._of, {}
-        return [(peer, number, said) for peer, waiting in found.items() for number, said in waiting]
+    def take(self, loop: Loop, answer: Callable[[], None]) -> list[tuple[Peer, int, Answer | None]]:
+        """Return the requests of the connections that have waited longest; they wait no more. O(ANSWERED_PER_TURN).
+
+        If others wait, ``answer`` is called in the next turn of the loop, and takes the next ones.
+        """
+        found = list(itertools.islice(self._of, ANSWERED_PER_TURN))
+        taken = [(peer, number, said) for peer in found for number, said in self._of.pop(peer)]
+        if self._of and not self._going_on:
+            self._going_on = True
+            loop.call_later(0.0, partial(self._go_on, answer))
+        return taken
+
+    def _go_on(self, answer: Callable[[], None]) -> None:
+        self._going_on = False
+        answer()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of.clear()

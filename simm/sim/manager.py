@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from random import Random
 from typing import Any, Final
 
 from ..cluster.machine import EPOCHS_RESERVED, Cluster
@@ -64,6 +65,8 @@ class ManagerHost:
         #: Its clock may jump: the difference from the simulation's.
         self.skew = 0.0
         self.reserved = 0
+        #: Starts from a stored state so far. What they draw is of each start, so that a seed's run has no other draws.
+        self._lives = 0
         #: Open connections by number: the process, its life, and its callback for a broken connection.
         self.links: dict[int, tuple[Process, int, Any]] = {}
         self.subscribers: set[int] = set()
@@ -115,8 +118,11 @@ class ManagerHost:
             self.reserved = 0
         else:
             reserved = int(self.disk["epochs_reserved"])
-            chance = self.net.random.getrandbits
-            self.cluster = Cluster.from_state(self.disk["cluster"], self._clock(), self.timing, reserved, chance)
+            self._lives += 1
+            self.cluster = Cluster.from_state(
+                self.disk["cluster"], self._clock(), self.timing, reserved, self.net.random.getrandbits,
+                Random(self._lives).getrandbits(64),
+            )  # fmt: skip
             self.reserved = reserved
         self.last_pushed = self.cluster.epoch
         self.on_made(self.cluster.map_reply())

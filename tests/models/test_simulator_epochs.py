@@ -11,7 +11,7 @@ import pytest
 from simm.arena.layout import EPOCH_WORD, LEASE_WORD, NAMESPACE_LINE_BYTES, NAMESPACES
 from simm.arena.namespaces import NamespaceTable
 from simm.arena.reader import ArenaReader
-from simm.cluster import recovery
+from simm.cluster import machine, recovery
 from simm.cluster.epochs import Acknowledged, NamespaceEpochs
 from simm.cluster.machine import EPOCHS_RESERVED
 from simm.sdk.ops.epochs import ClientEpoch
@@ -81,6 +81,7 @@ def test_two_lives_of_a_manager_that_no_server_has_seen() -> None:
 def test_a_manager_that_goes_on_at_a_fixed_distance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not hear what the clients have. If it did, it would go beyond that."""
     monkeypatch.setattr(recovery, "beyond_lost", lambda known, _chance: known + EPOCHS_RESERVED)
+    monkeypatch.setattr(machine, "beyond_stored", lambda known, _chance: known)
     assert not run_scenario(1354, **ALL).failure
     monkeypatch.setattr(recovery.Recovery, "claim", lambda *_: None)
     with pytest.raises(SimFailure, match="names two maps"):

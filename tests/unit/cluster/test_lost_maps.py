@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simm.cluster import recovery
+from simm.cluster import machine, recovery
 from simm.cluster.machine import EPOCHS_RESERVED, Cluster
 from simm.cluster.recovery import CLAIMS_MAX, HEED_S
 from simm.wire.messages import MapReply, Status
@@ -57,16 +57,69 @@ def test_two_lives_that_no_server_knows_and_a_lost_state() -> None:
     """What the simulator found with seed 1354: the new manager went on where the first of those lives had begun."""
     known, _, newest = veterans()
     maps = two_lives(known)
-    assert min(maps) == newest.epoch + EPOCHS_RESERVED
+    assert min(maps) > newest.epoch + EPOCHS_RESERVED
     sends(rebuilt(newest), maps)
 
 
 def test_a_manager_that_goes_on_at_a_fixed_distance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     known, _, newest = veterans()
     monkeypatch.setattr(recovery, "beyond_lost", lambda known, _chance: known + EPOCHS_RESERVED)
+    monkeypatch.setattr(machine, "beyond_stored", lambda known, _chance: known)
     maps = two_lives(known)
     with pytest.raises(AssertionError, match="names two maps"):
         sends(rebuilt(newest), maps)
+
+
+# --- one state, two lives ---------------------------------------------------------------------------
+
+
+def from_copy(state: str, now: float) -> Cluster:
+    """Return a manager that begins with a copy of a stored state."""
+    loaded = json.loads(state)
+    return attentive_again(loaded, now, ALL, epoch=loaded["epoch"] + EPOCHS_RESERVED)
+
+
+def two_lives_of_one_state() -> tuple[MapReply, Cluster]:
+    """Return the newest map of a life that began with a state, and a later life that begins with a copy of it."""
+    known, _, _ = veterans()
+    state = json.dumps(known.to_state())
+    first = from_copy(state, 0.0)
+    for name in "abc":
+        rejoin(first, 0.1, name, known.epoch)
+    first.advance(0.2, "n")
+    return first.map_reply(), from_copy(state, 100.0)
+
+
+def test_a_copy_of_the_state_gives_other_epochs_to_its_maps() -> None:
+    """Servers that have a map of the first life are asked for it, though the second one has made as many."""
+    newest, second = two_lives_of_one_state()
+    second.advance(100.0, "n")
+    assert second.epoch != newest.epoch
+    assert rejoin(second, 100.1, "a", newest.epoch).wants_map == 1
+    assert answer(second.offer(100.2, offer(newest)))[0] == Status.OK
+    assert second.epoch > newest.epoch, "clients that have the map of the first life take those of the second"
+
+
+def test_lives_of_one_state_at_a_fixed_distance_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "beyond_stored", lambda known, _chance: known)
+    newest, second = two_lives_of_one_state()
+    second.advance(100.0, "n")
+    while second.epoch < newest.epoch:
+        second.advance(100.0, "n")
+    assert second.epoch == newest.epoch and not rejoin(second, 100.1, "a", newest.epoch).wants_map
+
+
+def test_a_copy_that_is_some_hundred_starts_old_is_of_use() -> None:
+    """Servers that have gone on since are believed."""
+    known, _, _ = veterans()
+    state = json.dumps(known.to_state())
+    life = known
+    for start in range(256):
+        life = from_copy(json.dumps(life.to_state()), float(start))
+    second = from_copy(state, 1e4)
+    rejoin(life, 300.0, "a", known.epoch)
+    newest = life.map_reply()
+    assert rejoin(second, 1e4 + 0.1, "a", newest.epoch).wants_map == 1
 
 
 def lost_again(newest: MapReply) -> None:

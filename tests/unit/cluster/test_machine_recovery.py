@@ -356,7 +356,7 @@ def test_a_state_of_format_1_still_loads() -> None:
         del node["draining"]
     state["nodes"][0]["state"] = "up"
     cluster = attentive_again(state, 0.0, epoch=state["epoch"] + 7)
-    assert states(cluster) == {"a": "joining", "b": "left", "c": "joining"} and cluster.epoch == state["epoch"] + 7
+    assert states(cluster) == {"a": "joining", "b": "left", "c": "joining"} and cluster.epoch > state["epoch"] + 7
     assert not moving(cluster) and {cluster.since(shard) for shard in range(SHARD_COUNT)} == {state["epoch"]}
     cluster.check()
     assert cluster.to_state()["format"] == 2

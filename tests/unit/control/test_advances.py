@@ -198,3 +198,71 @@ def test_what_waits_for_the_disk_alone_waits_for_maintenance() -> None:
     assert not looks and advances.awaits() and len(advances) == 1
     advances.maintain(0.7, 7)
     assert peer.answers == [Advanced(7)] and not advances.awaits()
+
+
+# --- a manager with another lease than the one before ---------------------------------------------
+
+
+def after(lease_s: float, state: Any) -> tuple[Advances, Any]:
+    """Return one that goes on from a state, in a cluster with two servers that answer, and the other, silent one."""
+    advances = made()
+    cluster = advances._cluster()
+    (silent,) = cluster.nodes.values()
+    cluster.nodes["other"] = SimpleNamespace(name="other", left=False, told_epoch=1 << 62, follows=True)
+    cluster.namespaces.advance("n", 7)
+    cluster.namespaces._known["n"] = cluster.namespaces._known["n"]._replace(settled=True)
+    cluster.unsure = 0.0  # it began to lead then
+    advances.lease_s = lease_s
+    advances.take_state(state)
+    return advances, silent
+
+
+def confirmed_at(advances: Advances, begun: float, until: float = 200.0) -> float:
+    """Return when an advance that was asked for at ``begun`` is confirmed, in steps of 0.25 s."""
+    peer = Peer()
+    waiting: Any = peer
+    advances.wait(waiting, 1, Advance("n", 3_000_000), 7, begun)
+    now = begun
+    while not peer.answers and now < until:
+        now += 0.25
+        advances.maintain(now, STORED)
+    return now
+
+
+def test_issue_an_advance_waits_for_the_longer_lease_of_the_manager_before() -> None:
+    """It was restarted with 2 s in place of 30 s, and engines read old values for 28 s after the advance."""
+    assert 3.0 < confirmed_at(after(2.0, None)[0], 1.0) < 3.5, "a state of an older version says nothing"
+    assert 31.0 < confirmed_at(after(2.0, {"lease_ms": 30_000})[0], 1.0) < 33.0
+    assert 31.0 < confirmed_at(after(30.0, {"lease_ms": 2_000})[0], 1.0) < 33.0
+
+
+def test_leases_without_an_end_are_waited_for_after_a_restart_with_one() -> None:
+    advances, silent = after(2.0, {"lease_ms": 0})
+    assert confirmed_at(advances, 1.0) >= 200.0
+    silent.told_epoch = 8
+    assert confirmed_at(advances, 201.0, 300.0) < 202.0, "it knows the new length"
+
+
+def test_the_longest_lease_is_stored_until_the_last_one_has_ended() -> None:
+    advances, silent = after(2.0, {"lease_ms": 30_000})
+    assert advances.to_state() == {"lease_ms": 30_000}
+    silent.told_epoch = 8
+    assert confirmed_at(advances, 40.0) < 41.0, "all have acknowledged it"
+    assert advances.to_state() == {"lease_ms": 30_000}, "one may have been given a moment before"
+    confirmed_at(advances, 60.0)
+    assert advances.to_state() == {"lease_ms": 30_000}
+    confirmed_at(advances, 72.0)
+    assert advances.to_state() == {"lease_ms": 2_000}
+    assert after(0.0, {"lease_ms": 30_000})[0].to_state() == {"lease_ms": 0}
+
+
+def test_what_is_no_lease_is_none() -> None:
+    for state in ({}, [], {"lease_ms": -1}, {"lease_ms": "30"}, {"lease_ms": True}, {"lease_ms": 2.5}):
+        assert after(2.0, state)[0].to_state() == {"lease_ms": 2_000}
+
+
+def test_no_tenant_uses_up_the_epochs_while_nothing_can_be_stored() -> None:
+    advances, peer = made(), Peer()
+    waiting: Any = peer
+    assert advances.fault(waiting, 0.0, "the state cannot be stored") == "the state cannot be stored"
+    assert not advances.fault(waiting, 0.0, "")

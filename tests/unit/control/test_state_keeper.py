@@ -277,3 +277,34 @@ def test_what_is_beside_the_cluster_is_stored_with_it_and_loaded(tmp_path: Path,
     assert keeper.loaded is None and keeper.load() == keeper.loaded == file.load()
     file.close()
     loop.close()
+
+
+def test_without_a_store_nothing_waits_to_be_stored() -> None:
+    """The status page warned for ever of a state that is not stored yet."""
+    loop = Loop()
+    keeper = StateKeeper(loop, None, RESERVE, lambda: (1, {}), lambda: None, lambda _why: None)
+    keeper.changed()
+    assert keeper.up_to_date and not keeper.refuses
+    loop.close()
+
+
+def test_tenants_make_no_epochs_while_a_coordinator_takes_no_writes() -> None:
+    """A file that fails holds nothing back, so it refuses nothing."""
+
+    class Full:
+        where = "etcd"
+        error: OSError | None = OSError("no space")
+
+        def save(self, _document: Any) -> None:
+            if self.error is not None:
+                raise self.error
+
+    loop, store = Loop(), Full()
+    coordinator: Any = store
+    keeper = StateKeeper(loop, coordinator, RESERVE, lambda: (1, {}), lambda: None, lambda _why: None)
+    keeper.begin(0)
+    assert not keeper.refuses
+    assert not keeper.save_now() and keeper.refuses == "the state cannot be stored"
+    store.error = None
+    assert keeper.save_now() and not keeper.refuses
+    loop.close()
