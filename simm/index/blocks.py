@@ -28,15 +28,11 @@ from .events import Event, Removed, Stored
 from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
-from .sources import DENSE, GPU, U64, Expected, Holder, Ignored, Late, Parked, Registration, Source, Space
+from .sources import DENSE, GPU, U64, Expected, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
 HOLDERS_MAX: Final = 1024
-#: Of each source: blocks that wait for a parent.
-PARKED_MAX: Final = 1 << 16
-#: And bytes of their tokens and of what else they depend on.
-PARKED_BYTES_MAX: Final = 64 << 20
 #: Of each source: blocks of all prompts that are expected of it.
 EXPECTED_BLOCKS_MAX: Final = 1 << 18
 #: Blocks of a source, and identifiers of holders that are gone before both tables are swept.
@@ -114,8 +110,7 @@ class Blocks:
                 self._live[lane] = False
                 self._dead.append(lane)
             source.lanes.clear()
-            source.parked.clear()
-            source.waiting = source.waiting_bytes = 0
+            source.unpark_all()
             if len(self._dead) > DEAD_MAX:
                 self.sweep()
 
@@ -178,7 +173,7 @@ class Blocks:
         lane = source.lanes.get((group, rank))
         if lane is None:
             if len(source.lanes) >= HOLDERS_MAX:
-                raise Ignored("too many ranks and groups")
+                raise Missed("too many ranks and groups")
             lane = source.lanes[group, rank] = self._new_id()
         return lane
 
@@ -190,7 +185,7 @@ class Blocks:
                 self._flush()
                 empty = next((name for name, each in source.holders.items() if not each.blocks), None)
                 if empty is None:
-                    raise Ignored("too many spaces")
+                    raise Missed("too many spaces")
                 self._forget(source.holders.pop(empty))
                 if len(self._dead) > DEAD_MAX:
                     self.sweep()
@@ -237,9 +232,11 @@ class Blocks:
                 elif isinstance(event, Removed):
                     self._removed(source, event, mine)
                 else:
+                    # What other ranks have is forgotten with it, and they may have it still.
+                    source.missed += of is None and any(each.rank != mine for each in source.holders.values())
                     self.clear(source, event.where.tenant if source.registration.store else None)
             except Ignored as why:
-                source.ignored[str(why)] += 1
+                source.ignore(why)
 
     def _again(self, late: Late, source: Source, event: Event, told: int | None) -> bool:
         """Collect an event that is as the first one of those collected. Return False if it is not, and nothing is done.
@@ -286,7 +283,7 @@ class Blocks:
             raise Ignored("a group that keeps no whole prefix")
         tier = source.tier(where)
         if source.blocks + len(event.hashes) > BLOCKS_MAX:
-            raise Ignored("too many blocks")
+            raise Missed("too many blocks")
         if event.tokens is None and (event.standard or source.registration.store):
             space = source.space(where, event.block_size)
             holder = self._holder(source, space, rank, where.group, where.owner or source.registration.node)
@@ -299,14 +296,18 @@ class Blocks:
         size = event.block_size or source.registration.block_size
         if size is None or len(event.tokens) != 4 * size * len(event.hashes):
             raise Ignored("not the tokens of all blocks")
+        source.pairs |= event.pairs
         todo = [Parked(event, rank, set())]
         while todo:
             parked = todo.pop()
-            if self._stored_behind(source, parked, lane, size):
+            try:
+                added = self._stored_behind(source, parked, lane, size)
+            except Ignored as why:  # of this one alone
+                source.ignore(why)
+                continue
+            if added and source.waiting:
                 for name in parked.event.hashes:
-                    for child in source.parked.pop((name, lane), ()):
-                        source.unpark(child)
-                        todo.append(child)
+                    todo += source.unpark(name, lane)
 
     def _stored_behind(self, source: Source, parked: Parked, lane: int, size: int) -> bool:
         """Add blocks behind their parent. Return False if it is unknown, and they wait for it."""
@@ -317,7 +318,7 @@ class Blocks:
         else:
             key, holder = self._parent(event.parent, lane)
             if holder is None:
-                self._park(source, parked, lane)
+                source.park(parked, lane)
                 return False
             if holder.space.block_size != (event.block_size or size):
                 raise Ignored("blocks of another size than their parent")
@@ -400,19 +401,6 @@ class Blocks:
             keys = list(late.names.values())
             self._alias(list(late.names), late.lane, keys, late.holder)
             self._hold(late.source, late.holder, keys, late.tier, late.copies)
-
-    def _park(self, source: Source, parked: Parked, lane: int) -> None:
-        assert parked.event.parent is not None
-        count, nbytes = len(parked.event.hashes), parked.nbytes
-        source.ignored["waits for its parent"] += 1
-        while source.parked and (
-            source.waiting + count > PARKED_MAX or source.waiting_bytes + nbytes > PARKED_BYTES_MAX
-        ):
-            for old in source.parked.pop(next(iter(source.parked))):
-                source.unpark(old)
-        source.parked.setdefault((parked.event.parent, lane), []).append(parked)
-        source.waiting += count
-        source.waiting_bytes += nbytes
 
     def _removed(self, source: Source, event: Removed, rank: int) -> None:
         where = event.where
@@ -576,6 +564,18 @@ class Blocks:
             self._flush()
             slots = np.flatnonzero(self._held.owners == holder.id)[: max(0, most)]
             return self._held.keys[slots], self._held.columns["counts"][slots]
+
+    def held(self, most: int) -> list[tuple[Holder, U64, NDArray[np.uint32]]]:
+        """Return keys and counts of all holders' blocks, so many in all at the most, whichever. O(slots + holders)."""
+        with self.lock:
+            self._flush()
+            owners, found = self._held.owners, self._held.some(most)
+            found = found[owners[found].argsort(kind="stable")]
+            names, firsts = np.unique(owners[found], return_index=True)
+            of = dict(zip(names.tolist(), np.split(found, firsts[1:])))
+            holders = [each for source in self.sources.values() for each in source.holders.values()]
+            mine = [(each, of.get(each.id, found[:0])) for each in holders]
+            return [(each, self._held.keys[slots], self._held.columns["counts"][slots]) for each, slots in mine]
 
     def match(self, space: Space, keys: Sequence[int] | U64) -> list[tuple[Holder, Found]]:
         """Return for each holder of a space, but for stale sources, its counts of the prompt's leading blocks.

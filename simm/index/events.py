@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 from ..schemes.encodings import BLOCK_TOKENS_MAX
 from .keys import token_bytes
 from .libraries import msgspec
 
-#: Bounds of a message, of the events in it, of an event's blocks and tokens, and of a text.
+#: Bounds of a message, and of the events in it. vLLM tells each block that it evicts by an event of its own, all those
+#: of a step in one message: as many blocks as a prompt of 2 million tokens has.
 MESSAGE_BYTES_MAX: Final = 16 << 20
-EVENTS_MAX: Final = 10_000
-BLOCKS_MAX: Final = 1 << 16
+EVENTS_MAX: Final = 1 << 17
+#: Of blocks, those of one event and of all of a message. SGLang tells all that it evicts at once by one event, and a
+#: page can be one token.
+BLOCKS_MAX: Final = 1 << 20
+#: Of an event's tokens, of its blocks that have extra keys, and of a text.
 TOKENS_MAX: Final = 1 << 20
+EXTRAS_MAX: Final = 1 << 16
 TEXT_MAX: Final = 512
 RANK_MAX: Final = 1 << 16
 GROUPS_MAX: Final = 64
@@ -68,6 +74,8 @@ class Stored(NamedTuple):
         tokens: of all blocks, 4 bytes each; None if the event has none.
         standard: the names are RFC 1527's rolling hashes.
         extras: for each block what it depends on beside tokens, adapter and salt; may be shorter.
+        pairs: the blocks are of pairs of neighbouring tokens. ``tokens`` has the first of each, and ``extras`` begin
+            with the token behind the block, as :func:`~simm.index.keys.pair_chain` hashes it.
     """
 
     hashes: Hashes
@@ -77,6 +85,7 @@ class Stored(NamedTuple):
     where: Where
     standard: bool = False
     extras: tuple[bytes, ...] = ()
+    pairs: bool = False
 
 
 class Removed(NamedTuple):
@@ -98,13 +107,18 @@ Event = Stored | Removed | Cleared
 class Batch(NamedTuple):
     """A message: its events, its rank, and why others of its events were refused.
 
-    ``doubtful``: one of those may have removed blocks.
+    Attributes:
+        doubtful: one of those may have removed blocks.
+        sure: how many events came before the last one that may have.
+        whole: how many events came before the last one that was refused.
     """
 
     events: list[Event]
     rank: int | None
     refused: list[str]
     doubtful: bool = False
+    sure: int = 0
+    whole: int = 0
 
 
 def _most(length: int) -> Any:
@@ -127,7 +141,7 @@ class _Map(msgspec.Struct, gc=False):
     lora_id: int | None = None
     lora_name: str | None = None
     medium: str | None = None
-    extra_keys: Annotated[list[msgspec.Raw], _most(BLOCKS_MAX)] | None = None
+    extra_keys: Annotated[list[msgspec.Raw], _most(EXTRAS_MAX)] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
@@ -138,6 +152,12 @@ class _Map(msgspec.Struct, gc=False):
     tenant_id: str | None = None
     backend_id: str | None = None
     dp_rank: int | None = None
+
+
+class _MapOfPairs(_Map, gc=False):
+    """The same with pairs of neighbouring tokens: what SGLang tells where it decodes with EAGLE."""
+
+    token_ids: Annotated[list[tuple[int, int]], _most(TOKENS_MAX)] | None = None  # type: ignore[assignment]
 
 
 #: What events have said of their blocks, as nearly all of a publisher say the same.
@@ -158,6 +178,7 @@ _STANDARD: Final = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared
 _message = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _most(_PARTS_MAX)])
 _events = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _most(EVENTS_MAX)])
 _map = msgspec.msgpack.Decoder(_Map)
+_map_of_pairs = msgspec.msgpack.Decoder(_MapOfPairs)
 _maps = msgspec.msgpack.Decoder(Annotated[list[_Map], _most(EVENTS_MAX)])
 _number = msgspec.msgpack.Decoder(int | float | None)
 _FAILURES: Final = (msgspec.MsgspecError, RecursionError, MemoryError, ValueError, UnicodeError)
@@ -186,6 +207,7 @@ def decode(payload: bytes | memoryview) -> Batch:
         raise BadEvent(f"{rank!r} is no rank")
     batch = Batch(events or [], rank, [])
     for raw in raws:
+        count = len(batch.events)
         try:
             batch.events.append(_event(_fields(raw)))
         except BadEvent as exc:
@@ -194,8 +216,13 @@ def decode(payload: bytes | memoryview) -> Batch:
             batch.refused.append(f"no event: {exc}")
         else:
             continue
+        batch = batch._replace(whole=count)
         if any(name in bytes(raw) for name in (b"emoved", b"leared")):
-            batch = batch._replace(doubtful=True)
+            batch = batch._replace(doubtful=True, sure=count)
+    if len(payload) > BLOCKS_MAX:  # a hash has a byte at least
+        blocks = sum(len(each.hashes) for each in batch.events if not isinstance(each, Cleared))
+        if blocks > BLOCKS_MAX:
+            raise BadEvent(f"{blocks} blocks in a message, {BLOCKS_MAX} at most")
     return batch
 
 
@@ -210,7 +237,7 @@ def _all_maps(raw: Any) -> list[Event] | None:
 def _fields(raw: Any) -> _Map:
     """Return the fields of an event in either form. Raises BadEvent, and those of ``_FAILURES``."""
     if not _is_array(raw):
-        return _map.decode(raw)
+        return _map_of(raw)
     items = _message.decode(raw)
     name = msgspec.msgpack.decode(items[0], type=str) if items else ""
     fields = _ARRAYS.get(name)
@@ -218,7 +245,16 @@ def _fields(raw: Any) -> _Map:
         raise BadEvent(f"unknown event {name[:40]!r}")
     # Through the checks of the map form: one place knows the types. A newer publisher may append fields.
     pairs = dict(zip(fields, items[1:]))
-    return _map.decode(msgspec.msgpack.encode({"type": name, **pairs}))
+    return _map_of(msgspec.msgpack.encode({"type": name, **pairs}))
+
+
+def _map_of(raw: Any) -> _Map:
+    try:
+        return _map.decode(raw)
+    except msgspec.ValidationError as exc:
+        if "token_ids" not in str(exc):
+            raise
+        return _map_of_pairs.decode(raw)
 
 
 def _event(fields: _Map) -> Event:
@@ -250,11 +286,13 @@ def _event(fields: _Map) -> Event:
     if size is not None and not 0 < size <= BLOCK_TOKENS_MAX:
         raise BadEvent(f"blocks of {size} tokens, 1 to {BLOCK_TOKENS_MAX} are allowed")
     tokens = None
+    pairs = isinstance(fields, _MapOfPairs)
+    behind: Sequence[bytes] = ()
     if fields.token_ids:
         if len(fields.token_ids) > TOKENS_MAX:
             raise BadEvent(f"{len(fields.token_ids)} tokens in an event, {TOKENS_MAX} at most")
         try:
-            tokens = token_bytes(fields.token_ids)
+            tokens, behind = _pairs(fields, len(hashes)) if pairs else (token_bytes(fields.token_ids), behind)
         except Exception as exc:
             raise BadEvent(str(exc)) from None
     parent = fields.parent_hash if standard else fields.parent_block_hash
@@ -264,7 +302,25 @@ def _event(fields: _Map) -> Event:
     if fields.extra_keys:
         salt, extras = _extras(fields.extra_keys, where, parent is None)
         where = where if salt is None else where._replace(salt=salt)
-    return Stored(hashes, None if parent is None else _hash(parent), tokens, size, where, standard, extras)
+    if behind:
+        extras = tuple(map(bytes.__add__, behind, chain(extras, repeat(b""))))
+    return Stored(hashes, None if parent is None else _hash(parent), tokens, size, where, standard, extras, pairs)
+
+
+def _pairs(fields: _Map, blocks: int) -> tuple[memoryview, list[bytes]]:
+    """Return the first token of each pair, and the token behind each block. Raises BadEvent, UsageError, TypeError.
+
+    A block's last pair has the first token of the next block. So the block is another one if that differs.
+    """
+    given: Any = fields.token_ids
+    step, rest = divmod(len(given), blocks)
+    if rest:
+        raise BadEvent(f"{len(given)} pairs of tokens are not those of {blocks} whole blocks")
+    firsts, seconds = zip(*given)
+    if firsts[1:] != seconds[:-1]:
+        raise BadEvent("pairs of tokens that are no neighbours")
+    ends = token_bytes(list(seconds[step - 1 :: step]))
+    return token_bytes(list(firsts)), [bytes(ends[at : at + 4]) for at in range(0, len(ends), 4)]
 
 
 def _hashes(given: Sequence[_Hash]) -> Hashes:

@@ -32,7 +32,7 @@ TURN: Final = 64
 REPLAY_IDLE_S: Final = 2.0
 REPLAY_S: Final = 60.0
 #: Between two questions for a replay of which the first has failed, and twice as long each time. A store's publisher,
-#: which needs a while for a snapshot, is always asked after the first of these.
+#: which needs a while for a snapshot, is always asked after the first of these. And between attempts to listen at all.
 RETRY_S: Final = 1.0
 RETRY_MAX_S: Final = 60.0
 #: A peer that has been silent for so long is gone, ms; and how often it is asked for a sign.
@@ -62,6 +62,11 @@ def check_endpoint(text: str) -> str:
     return text
 
 
+def _pause_s(failures: int) -> float:
+    """Return the seconds before the next attempt."""
+    return min(RETRY_S * 2.0 ** min(max(0, failures - 1), 16), RETRY_MAX_S)
+
+
 class _Link:
     """A publisher's sockets. Used by the thread alone."""
 
@@ -75,7 +80,7 @@ class _Link:
         with contextlib.ExitStack() as undo:  # whoever registers what fails again and again must not use up all sockets
             self.sub = context.socket(zmq.SUB)
             undo.callback(self.sub.close, 0)
-            self._options(self.sub)
+            self._options(self.sub, registration.endpoint)
             self.monitor = self.sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             undo.callback(self.monitor.close, 0)
             undo.callback(self.sub.disable_monitor)
@@ -87,7 +92,7 @@ class _Link:
             poller.register(each, zmq.POLLIN)
 
     @staticmethod
-    def _options(sock: Any) -> None:
+    def _options(sock: Any, endpoint: str) -> None:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         sock.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
@@ -95,6 +100,8 @@ class _Link:
         sock.setsockopt(zmq.HEARTBEAT_IVL, ASK_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        # Only then: ZMQ would take a name for its IPv6 address, if it has one, and engines listen on IPv4.
+        sock.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
 
     def sockets(self) -> list[Any]:
         """Return what may have something to read; the monitor first, as it tells whose messages follow."""
@@ -180,7 +187,7 @@ class _Link:
             with contextlib.ExitStack() as undo:
                 dealer = self._context.socket(zmq.DEALER)
                 undo.callback(dealer.close, 0)
-                self._options(dealer)
+                self._options(dealer, self._replay_at)
                 dealer.connect(self._replay_at)
                 dealer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
                 self._poller.register(dealer, zmq.POLLIN)
@@ -213,7 +220,7 @@ class _Link:
         """Return for how long nothing is asked after a replay."""
         if self.stream.source.registration.type == "simm":
             return RETRY_S
-        return min(RETRY_S * 2.0 ** max(0, self.stream.failures - 1), RETRY_MAX_S)
+        return _pause_s(self.stream.failures)
 
 
 class Publishers:
@@ -226,6 +233,8 @@ class Publishers:
         self._poller = zmq.Poller()
         self._links: dict[Source, _Link] = {}
         self._leases: dict[tuple[str, str, int | None], float] = {}
+        #: Whose sockets could not be opened: how often, and when they are tried again.
+        self._unopened: dict[Source, tuple[int, float]] = {}
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
         for each in (self._wake, self._woken):
@@ -247,7 +256,7 @@ class Publishers:
                 self._leases[registration.name] = time.monotonic() + registration.lease_s
             else:
                 self._leases.pop(registration.name, None)
-            if source is not known:
+            if source is not known or source in self._unopened:
                 self._do(lambda: self._open(source, known))
         return source
 
@@ -286,18 +295,24 @@ class Publishers:
     # -- the thread --------------------------------------------------------------------------------------
 
     def _open(self, source: Source, old: Source | None) -> None:
-        if old is not None:
+        if old is not None and old is not source:
             self._close(old)
-        if self.index.sources.get(source.registration.name) is not source:
-            return  # it is gone again
+        failures, _ = self._unopened.pop(source, (0, 0.0))
+        if self.index.sources.get(source.registration.name) is not source or source in self._links:
+            return  # it is gone again, or was opened meanwhile
         stream = Stream(self.index, source, replays=bool(source.registration.replay))
         try:
             self._links[source] = _Link(self._context, stream, self._poller)
+            source.lost = False  # it is as one that was registered now
         except (zmq.ZMQError, ValueError) as exc:
-            log.warning("cannot listen to %r: %s", source.registration.endpoint, exc)
+            failures += 1
+            self._unopened[source] = failures, time.monotonic() + _pause_s(failures)
+            if failures in LOGGED:
+                log.warning("cannot listen to %r (%d so far): %s", source.registration.endpoint, failures, exc)
             source.lost = True
 
     def _close(self, source: Source) -> None:
+        self._unopened.pop(source, None)
         link = self._links.pop(source, None)
         if link is not None:
             link.close()
@@ -352,7 +367,16 @@ class Publishers:
         for link in self._links.values():
             with self._alone(link):
                 link.tick(now)
+        for source, (_, when) in list(self._unopened.items()):
+            if when <= now:
+                self._open(source, None)
         for name, until in list(self._leases.items()):
             if until <= now:
+                self._end(name, until)
+
+    def _end(self, name: tuple[str, str, int | None], until: float) -> None:
+        """End a lease, unless it was renewed meanwhile."""
+        with self.index.lock:
+            if self._leases.get(name) == until:
                 log.info("the lease of %r has ended", name)
                 self.unregister(name)

@@ -144,13 +144,14 @@ class Scores:
 
 def score(
     index: Blocks, space: Space, keys: Sequence[int] | U64, *, names: Sequence[Sequence[int]] = (),
-    weights: Mapping[str, float] = WEIGHTS, endpoints: Sequence[str] | None = None,
+    pairs: Sequence[int] = (), weights: Mapping[str, float] = WEIGHTS, endpoints: Sequence[str] | None = None,
     loads: Mapping[str, float] | None = None, load_weight: float = 1.0, now: float | None = None,
 ) -> Scores:  # fmt: skip
     """Return what is known of a prompt. O(blocks of the prefixes x endpoints).
 
     Args:
         names: of the same blocks as LMCache's servers may call them, by each of their algorithms.
+        pairs: of the same blocks with the token behind each (:func:`~simm.index.keys.pair_chain`).
         weights: by tier; 0 for those that are missing.
         endpoints: only these, and pools and nodes; None for all.
         loads: of endpoints, in blocks: what they prefill and decode already.
@@ -160,9 +161,10 @@ def score(
     of_tiers = [weights.get(name, 0.0) for name in TIERS]
     vector = np.array(of_tiers)
     with index.lock:
-        found = _found(index, space, keys, names)
+        found = _found(index, space, keys, names, pairs)
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
         told = {each: _expected(each, space, np.asarray(keys, np.uint64), now) for each in sources if each.expected}
+        unknown = sorted({medium for each in sources for medium in each.media})
     matches: dict[str, Match] = {}
     pools: dict[str, list[tuple[Holder, _Bits]]] = {}
     ranks: dict[tuple[Source, int], list[tuple[NDArray[np.uint32], int | None]]] = {}
@@ -209,11 +211,12 @@ def score(
                 run = run_of(np.asarray(bits.any(axis=1)))
                 _match(matches, f"node:{holder.node}", space).add(0, bits[:run], vector)
     matches = {name: match for name, match in matches.items() if match.blocks or match.expected}
-    return _answer(len(keys), matches, shared, sources, space, loads, load_weight)
+    return _answer(len(keys), matches, shared, sources, unknown, loads, load_weight)
 
 
 def _found(
-    index: Blocks, space: Space, keys: Sequence[int] | U64, names: Sequence[Sequence[int]]
+    index: Blocks, space: Space, keys: Sequence[int] | U64, names: Sequence[Sequence[int]],
+    pairs: Sequence[int],
 ) -> list[tuple[Holder, Found]]:
     """Return what each holder has, by what it calls the blocks. Under the index' lock."""
     found = dict(index.match(space, keys))
@@ -221,11 +224,15 @@ def _found(
         for holder, part in index.match(space, mine):
             if holder.source.registration.hashed and len(part[0]) > len(found[holder][0]):
                 found[holder] = part
+    if len(pairs):
+        for holder, part in index.match(space, pairs):
+            if holder.source.pairs and len(part[0]) > len(found[holder][0]):
+                found[holder] = part
     return list(found.items())
 
 
 def _answer(
-    blocks: int, matches: dict[str, Match], shared: NDArray[np.float64], sources: Sequence[Source], space: Space,
+    blocks: int, matches: dict[str, Match], shared: NDArray[np.float64], sources: Sequence[Source], unknown: list[str],
     loads: Mapping[str, float] | None, load_weight: float,
 ) -> Scores:  # fmt: skip
     names = {each.registration.instance for each in sources if not each.registration.store}
@@ -247,7 +254,6 @@ def _answer(
         costs = {
             name: blocks - with_pool.get(name, 0.0) + load_weight * load for name, load in loads.items()
         }  # fmt: skip
-    unknown = sorted({medium for each in sources for medium in each.media})
     stale = sorted({each.registration.instance for each in sources if each.stale or each.lost})
     return Scores(blocks, matches, with_pool, costs, unknown, stale)
 

@@ -22,7 +22,8 @@ from ..schemes.encodings import check_block
 from ..schemes.scheme import Libraries, Scheme
 from . import figures
 from .blocks import Blocks
-from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
+from .events import RANK_MAX, TEXT_MAX, TOKENS_MAX
+from .keys import id_bytes, pair_chain
 from .libraries import msgspec
 from .lmcache.hashes import Namer
 from .lmcache.servers import Server, Servers
@@ -42,7 +43,7 @@ KEEP_S: Final = 120.0
 #: Blocks of all holders that a dump has.
 DUMP_MAX: Final = 100_000
 #: Blocks of one question: a prompt of a million tokens in blocks of 16. Hashing more holds up all other questions.
-QUESTION_BLOCKS_MAX: Final = BLOCKS_MAX
+QUESTION_BLOCKS_MAX: Final = 1 << 16
 EXPECT_S_MAX: Final = 60.0
 EXPECT_S: Final = 2.0
 LEASE_S_MAX: Final = 86_400.0
@@ -64,11 +65,17 @@ _HEARTBEAT: Final = "/heartbeat"
 
 
 class Asked(NamedTuple):
-    """Where and for which keys a request asks, and what LMCache's servers may call these blocks."""
+    """Where and for which keys a request asks.
+
+    Attributes:
+        names: what LMCache's servers may call these blocks.
+        pairs: their keys where blocks are of pairs of tokens.
+    """
 
     space: Space
     keys: U64
-    names: list[list[int]]
+    names: Sequence[Sequence[int]] = ()
+    pairs: Sequence[int] = ()
 
 
 class Service:
@@ -230,34 +237,47 @@ class Service:
         salt = _text(body, "cache_salt", "additionalsalt", "additional_salt")
         space = Space(model, _text(body, "lora_name"), tenant, salt, size)
         hashes = next((body[name] for name in ("seq_hashes", "block_hashes", "block_hash") if name in body), None)
-        tokens = body.get("token_ids")
+        prompt = self._prompt(body)
         if hashes is not None:
             if not isinstance(hashes, list) or len(hashes) > QUESTION_BLOCKS_MAX:
                 raise UsageError(f"seq_hashes is a list of at most {QUESTION_BLOCKS_MAX}")
             if not all(type(each) is int and -(1 << 63) <= each < 1 << 64 for each in hashes):
                 raise UsageError("seq_hashes are integers of 64 bits")
-            return Asked(space, np.array([each & ((1 << 64) - 1) for each in hashes], np.uint64), [])
-        if not isinstance(tokens, (list, Prompt)) or len(tokens) > TOKENS_MAX:
+            return Asked(space, np.array([each & ((1 << 64) - 1) for each in hashes], np.uint64))
+        if prompt is None:
             raise UsageError(f"token_ids is a list of at most {TOKENS_MAX}")
-        if len(tokens) // size > QUESTION_BLOCKS_MAX:
-            raise UsageError(f"token_ids has {len(tokens) // size} blocks of {size}, {QUESTION_BLOCKS_MAX} at most")
-        prompt = tokens if isinstance(tokens, Prompt) else Prompt((), tokens, self.index.seed)
+        if len(prompt) // size > QUESTION_BLOCKS_MAX:
+            raise UsageError(f"token_ids has {len(prompt) // size} blocks of {size}, {QUESTION_BLOCKS_MAX} at most")
         keys = prompt.keys(size)
         with self.index.lock:
-            hashed = any(each.source.registration.hashed for each in self.index.spaces.get(space, {}).values())
+            sources = {each.source for each in self.index.spaces.get(space, {}).values()}
+            hashed, paired = any(each.registration.hashed for each in sources), any(each.pairs for each in sources)
         names = prompt.ids.tolist() if hashed and self._namers else []
-        return Asked(space, keys, [each(names, size) for each in self._namers] if hashed else [])
+        return Asked(
+            space, keys, [each(names, size) for each in self._namers] if hashed else [],
+            pair_chain(id_bytes(prompt.ids), size, seed=self.index.seed) if paired else [],
+        )  # fmt: skip
+
+    def _prompt(self, body: Body) -> Prompt | None:
+        """Return a request's token ids; None for null, as without them. Raises UsageError."""
+        tokens = body.get("token_ids")
+        if tokens is None:
+            return None
+        if not isinstance(tokens, (list, Prompt)) or len(tokens) > TOKENS_MAX:
+            raise UsageError(f"token_ids is a list of at most {TOKENS_MAX}")
+        return tokens if isinstance(tokens, Prompt) else Prompt((), tokens, self.index.seed)
 
     def query(self, body: Body) -> dict[str, Any]:
         """Return what each instance has of a prompt, in tokens, as Mooncake's conductor does. Raises UsageError.
 
         A request that names the model as Dynamo's indexer has it gets that one's fields, too.
         """
-        space, keys, names = self._asked(body)
-        instance = _text(body, "instance_id") if body.get("instance_id") is not None else ""
+        space, keys, names, pairs = self._asked(body)
+        instance = "" if body.get("instance_id") in (None, "") else _name(body)
         found = score(
-            self.index, space, keys, names=names, weights=self._weights, endpoints=[instance] if instance else None
-        )
+            self.index, space, keys, names=names, pairs=pairs, weights=self._weights,
+            endpoints=[instance] if instance else None,
+        )  # fmt: skip
         size = space.block_size
         answer: dict[str, Any] = {
             space.tenant: {name: _tokens(match, size) for name, match in found.matches.items()},
@@ -265,14 +285,14 @@ class Service:
         }  # fmt: skip
         if body.get("model_name"):
             answer |= _as_dynamo(found, size)
-        if self._shared is not None and "token_ids" in body:
-            tokens = body["token_ids"]
-            answer["shared"] = self._shared({**body, "token_ids": tokens.ids} if isinstance(tokens, Prompt) else body)
+        prompt = None if self._shared is None else self._prompt(body)
+        if self._shared is not None and prompt is not None:
+            answer["shared"] = self._shared({**body, "token_ids": prompt.ids})
         return answer
 
     def score(self, body: Body) -> dict[str, Any]:
         """Return the scores of endpoints for a prompt, as llm-d does, and more. Raises UsageError."""
-        space, keys, names = self._asked(body)
+        space, keys, names, pairs = self._asked(body)
         pods = body.get("pod_identifiers") or None
         if pods is not None and not (
             isinstance(pods, list) and len(pods) <= NAMES_MAX and all(isinstance(each, str) for each in pods)
@@ -285,14 +305,14 @@ class Service:
         ):  # fmt: skip
             raise UsageError("loads has a number of blocks for each endpoint")
         found = score(
-            self.index, space, keys, names=names, weights=self._weights, endpoints=pods, loads=loads,
+            self.index, space, keys, names=names, pairs=pairs, weights=self._weights, endpoints=pods, loads=loads,
             load_weight=_real(body, "load_weight", 1.0, 1e6),
         )  # fmt: skip
         return _scored(found)
 
     def expect(self, body: Body) -> dict[str, Any]:
         """Count a prompt as held for ``ttl_s`` by the instance that it was just sent to. Raises UsageError."""
-        space, keys, _ = self._asked(body)
+        space, keys, *_ = self._asked(body)
         name = _name(body)
         rank = None if body.get("dp_rank") is None else _number(body, "dp_rank", 0, RANK_MAX)
         seconds = _real(body, "ttl_s", EXPECT_S, EXPECT_S_MAX)
@@ -308,7 +328,11 @@ class Service:
 
     def workers(self) -> list[dict[str, Any]]:
         """Return all publishers, with what is known of each."""
-        return [self._worker(each) for each in list(self.index.sources.values())]
+        found = []
+        for each in list(self.index.sources.values()):
+            with self.index.lock:  # for each by itself: others want it, too
+                found.append(self._worker(each))
+        return found
 
     def _worker(self, source: Source) -> dict[str, Any]:
         told = source.registration
@@ -329,22 +353,18 @@ class Service:
 
     def dump(self) -> dict[str, Any]:
         """Return the blocks of all holders by their keys, with their tiers; ``DUMP_MAX`` of them at most."""
-        found, left = [], DUMP_MAX
-        with self.index.lock:
-            for source in self.index.sources.values():
-                for holder in source.holders.values():
-                    keys, counts = self.index.held_by(holder, left)
-                    left -= len(keys)
-                    found.append({
-                        "instance_id": source.registration.instance, "tenant_id": holder.space.tenant,
-                        "model": holder.space.model, "lora_name": holder.space.lora, "cache_salt": holder.space.salt,
-                        "block_size": holder.space.block_size, "dp_rank": holder.rank, "group": holder.group,
-                        "node": holder.node, "blocks": holder.blocks, "seq_hashes": keys.tolist(),
-                        "tiers": [
-                            [TIERS[at] for at, there in enumerate(row) if there] for row in tiers_of(counts).tolist()
-                        ],
-                    })  # fmt: skip
-        return {"holders": found, "truncated": left <= 0}
+        held = self.index.held(DUMP_MAX)
+        found = [
+            {
+                "instance_id": holder.source.registration.instance, "tenant_id": holder.space.tenant,
+                "model": holder.space.model, "lora_name": holder.space.lora, "cache_salt": holder.space.salt,
+                "block_size": holder.space.block_size, "dp_rank": holder.rank, "group": holder.group,
+                "node": holder.node, "blocks": holder.blocks, "seq_hashes": keys.tolist(),
+                "tiers": [[TIERS[at] for at, there in enumerate(row) if there] for row in tiers_of(counts).tolist()],
+            }
+            for holder, keys, counts in held
+        ]  # fmt: skip
+        return {"holders": found, "truncated": sum(len(keys) for _, keys, _ in held) >= DUMP_MAX}
 
     def status(self) -> str:
         """Return a line on what it has."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -39,6 +39,9 @@ LOGGED: Final = frozenset(10**power for power in range(18))
 #: What a group of a hybrid model's cache must keep for a prefix to be restorable from it.
 DENSE: Final = frozenset((None, "", "full_attention", "mla_attention", "sink_full_attention"))
 
+#: Of each source: blocks that wait for a parent, and bytes of their tokens and of what else they depend on.
+PARKED_MAX: Final = 1 << 16
+PARKED_BYTES_MAX: Final = 64 << 20
 #: Prompts that are expected of a source.
 EXPECTED_MAX: Final = 256
 
@@ -47,6 +50,10 @@ U64 = NDArray[np.uint64]
 
 class Ignored(Exception):
     """Why an event is not counted."""
+
+
+class Missed(Ignored):
+    """The same of an event that should count: not all is known any more that the publisher has."""
 
 
 class Space(NamedTuple):
@@ -150,7 +157,7 @@ class Parked:
     def nbytes(self) -> int:
         """Bytes of its tokens and extras, and of the objects that it is made of."""
         event = self.event
-        return len(event.tokens or b"") + sum(map(len, event.extras)) + 64 * len(event.hashes)
+        return len(event.tokens or b"") + sum(map(len, event.extras)) + 256 * len(event.hashes)
 
 
 class Expected(NamedTuple):
@@ -173,8 +180,10 @@ class Source:
     stale: bool = False
     #: Messages were lost, and all that was known with them: what is known since is true, but not all.
     lost: bool = False
-    #: By parent's alias and lane; and the number of blocks of all.
-    parked: dict[tuple[int, int], list[Parked]] = field(default_factory=dict)
+    #: By parent's alias and lane, the oldest first; and the number of blocks of all.
+    parked: OrderedDict[tuple[int, int], list[Parked]] = field(default_factory=OrderedDict)
+    #: By a block's own alias and lane: those of them that have it, and have not heard that it is gone.
+    naming: dict[tuple[int, int], Parked | dict[Parked, None]] = field(default_factory=dict)
     waiting: int = 0
     waiting_bytes: int = 0
     expected: deque[Expected] = field(default_factory=lambda: deque(maxlen=EXPECTED_MAX))
@@ -183,6 +192,10 @@ class Source:
     #: Models that events named, of a source that is registered without one.
     models: set[str] = field(default_factory=set)
     ignored: Counter[str] = field(default_factory=Counter)
+    #: Events since which not all is known that it has.
+    missed: int = 0
+    #: It has told of blocks of pairs of tokens: questions with tokens need those keys, too.
+    pairs: bool = False
     #: Blocks of all holders.
     blocks: int = 0
 
@@ -208,24 +221,68 @@ class Source:
         told = self.registration
         size = block_size or told.block_size
         if size is None:
-            raise Ignored("no block size")
+            raise Missed("no block size")
         return Space(
             where.model or told.model, where.lora or told.lora, where.tenant or told.tenant, where.salt or told.salt,
             size,
         )  # fmt: skip
 
-    def unwait(self, lane: int, names: Sequence[int]) -> None:
-        """Note that blocks are gone, some of which may still wait."""
-        gone = set(names)
-        for (_, of), waiting in self.parked.items():
-            if of == lane:
-                for each in waiting:
-                    each.gone |= gone.intersection(each.event.hashes)
+    def ignore(self, why: Ignored) -> None:
+        """Count an event that does not count."""
+        self.ignored[str(why)] += 1
+        self.missed += isinstance(why, Missed)
 
-    def unpark(self, parked: Parked) -> None:
-        """Count an event that waits no more."""
-        self.waiting -= len(parked.event.hashes)
-        self.waiting_bytes -= parked.nbytes
+    def unwait(self, lane: int, names: Sequence[int]) -> None:
+        """Note that blocks are gone, some of which may still wait. O(names), as each event hears it once of a block."""
+        for name in names:
+            for each in _each(self.naming.pop((name, lane), None)):
+                each.gone.add(name)
+
+    def park(self, parked: Parked, lane: int) -> None:
+        """Let an event wait for its parent, in place of the oldest if need be. O(blocks). Raises Missed."""
+        assert parked.event.parent is not None
+        names, nbytes = parked.event.hashes, parked.nbytes
+        if len(names) > PARKED_MAX:
+            raise Missed("too many blocks to wait for a parent")
+        self.ignored["waits for its parent"] += 1
+        while self.parked and (
+            self.waiting + len(names) > PARKED_MAX or self.waiting_bytes + nbytes > PARKED_BYTES_MAX
+        ):
+            self.unpark(*next(iter(self.parked)))
+            self.missed += 1
+        self.parked.setdefault((parked.event.parent, lane), []).append(parked)
+        self.waiting += len(names)
+        self.waiting_bytes += nbytes
+        for name in names if not parked.gone else set(names) - parked.gone:
+            there = self.naming.setdefault((name, lane), parked)
+            if isinstance(there, dict):
+                there[parked] = None
+            elif there is not parked:
+                self.naming[name, lane] = {there: None, parked: None}
+
+    def unpark(self, parent: int, lane: int) -> list[Parked]:
+        """Return the events that wait for a parent, the oldest first, and let them wait no more. O(their blocks)."""
+        found = self.parked.pop((parent, lane), [])
+        for each in found:
+            self.waiting -= len(each.event.hashes)
+            self.waiting_bytes -= each.nbytes
+            for name in each.event.hashes:
+                there = self.naming.get((name, lane))
+                if isinstance(there, dict):
+                    there.pop(each, None)
+                if not there or there is each:
+                    self.naming.pop((name, lane), None)
+        return found
+
+    def unpark_all(self) -> None:
+        """Forget all that waits."""
+        self.parked.clear()
+        self.naming.clear()
+        self.waiting = self.waiting_bytes = 0
+
+
+def _each(parked: Parked | dict[Parked, None] | None) -> Iterable[Parked]:
+    return (parked,) if isinstance(parked, Parked) else parked or ()
 
 
 @dataclass(eq=False)

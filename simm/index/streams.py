@@ -27,6 +27,7 @@ This module does no I/O: ``publishers`` tells it what arrives.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from typing import Final
 
@@ -42,6 +43,8 @@ PENDING_BYTES_MAX: Final = 4 * MESSAGE_BYTES_MAX
 #: Questions for a hole before all is forgotten, and questions in a row without a whole answer.
 HOLE_ASKS: Final = 4
 ASKS_MAX: Final = 16
+#: Events that are applied before others may ask the index.
+_SLICE: Final = 4096
 
 
 class Stream:
@@ -69,7 +72,8 @@ class Stream:
         #: Number of the message since which all is known.
         self._since = 0
         self._connected = False
-        #: All that the publisher has is known.
+        #: All that the publisher has is known: it is since a message before which it had nothing, no event was refused,
+        #: and there was room for all.
         self.complete = False
         #: Other messages follow at once, and then a ``Blocks.flush``.
         self.more = False
@@ -238,13 +242,29 @@ class Stream:
             return
         for why in batch.refused:
             self._complain(why)
-        if batch.doubtful:
+        if batch.refused:
+            self.complete = False
+        events = batch.events
+        if batch.doubtful:  # it may have removed what was known, and what this message told before it
             self._lose()
-        self.counts["events"] += len(batch.events)
-        self._index.apply(self.source, batch.events, batch.rank, more=self.more)
-        told = self.source.registration
-        if any(isinstance(each, Cleared) for each in batch.events) and (not told.store or told.type == "simm"):
+            self._since = number
+            events = events[batch.sure :]
+        self.counts["events"] += len(events)
+        missed = self.source.missed
+        for start in range(0, len(events), _SLICE):
+            if start:
+                time.sleep(0)  # whoever waits for the index has a turn
+            last = start + _SLICE >= len(events)
+            self._index.apply(self.source, events[start : start + _SLICE], batch.rank, more=self.more or not last)
+        if any(isinstance(each, Cleared) for each in batch.events[batch.whole :]) and self._speaks_for_all():
             self.complete, self.source.lost = True, False
+        if self.source.missed > missed:
+            self.complete = False
+
+    def _speaks_for_all(self) -> bool:
+        """Return True if nothing is there any more once this publisher has said so."""
+        told = self.source.registration
+        return told.type == "simm" or (not told.store and told.rank is not None)
 
     def _complain(self, why: str) -> None:
         self.counts["refused"] += 1

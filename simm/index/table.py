@@ -32,6 +32,8 @@ _NEXT: Final = np.arange(4)
 BUCKETS_MIN: Final = 8
 
 Keys = NDArray[np.uint64]
+#: Slots that are looked at at once.
+_PASS: Final = 1 << 20
 Owners = NDArray[np.uint32]
 Slots = NDArray[np.int64]
 
@@ -268,6 +270,19 @@ class Table:
                 slot, new[number] = self.add_one(key, owner), True
             found[number] = slot
         return found, new
+
+    def some(self, most: int) -> Slots:
+        """Return the slots of entries whose owners count, at most so many. O(slots), or until they are found."""
+        found, left = [np.zeros(0, np.int64)], max(0, most)
+        for start in range(0, self.slots, _PASS):
+            if not left:
+                break
+            owners = self.owners[start : start + _PASS]
+            mine = np.flatnonzero((owners != EMPTY) & (owners != GONE))
+            mine = mine[self._alive(owners[mine])][:left]
+            found.append(start + mine)
+            left -= len(mine)
+        return np.concatenate(found)
 
     def remove(self, slots: Slots | Sequence[int]) -> None:
         """Give up entries, all different. O(slots)."""

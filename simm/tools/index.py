@@ -113,7 +113,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..net.http import Web
     from ..net.listeners import bound_address, open_listener
     from ..net.loop import Loop
-    from ..net.process import stop_on_signals
+    from ..net.process import raise_file_limit, stop_on_signals
     from ..net.sd_notify import Notifier, keep_informed, reload_logs
     from ..schemes.encodings import check_block
     from ..schemes.scheme import scheme_of
@@ -138,6 +138,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     schemes = [scheme_of(each) for each in _objects(arguments.schemes, "each a key scheme, as in docs/routing.md")]
     if schemes and settings.origin("manager").startswith("default"):
         raise UsageError("--schemes has no effect without --manager, the store to ask")
+    raise_file_limit()  # each publisher has several sockets
     with contextlib.ExitStack() as stack:
         stack.callback(notify.close)
         shared = None

@@ -350,7 +350,10 @@ class Servers:
                 ignored["too many blocks"] += 1
                 server.complete = False
             room -= placements.entries - before
+        missed = server.source.missed
         self._tell(server.source, server.placements)
+        if server.source.missed > missed:
+            server.complete = False
         for each_pool in pools.values():
             if each_pool is not None:
                 self._tell(each_pool.source, each_pool.placements)

@@ -18,6 +18,7 @@ pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed"
 import xxhash  # noqa: E402
 
 from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index import sources as sources_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.events import BadEvent, decode  # noqa: E402
 from simm.index.keys import chain, request_keys, token_bytes  # noqa: E402
@@ -275,7 +276,7 @@ def test_an_event_waits_for_its_parent() -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "PARKED_MAX", 10)
+    monkeypatch.setattr(sources_module, "PARKED_MAX", 10)
     index = Blocks()
     source = engine(index)
     for number in range(100):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array as arrays
 import errno
 import json
+import random
 import threading
 import tracemalloc
 from pathlib import Path
@@ -16,13 +18,26 @@ zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not inst
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index import events as events_module  # noqa: E402
 from simm.index import publishers as publishers_module  # noqa: E402
 from simm.index import service as service_module  # noqa: E402
-from simm.index.blocks import EXPECTED_BLOCKS_MAX, PARKED_BYTES_MAX, Blocks  # noqa: E402
-from simm.index.events import EVENTS_MAX, EXTRA_BYTES_MAX, TOKENS_MAX, BadEvent, decode  # noqa: E402
+from simm.index import sources as sources_module  # noqa: E402
+from simm.index.blocks import EXPECTED_BLOCKS_MAX, Blocks  # noqa: E402
+from simm.index.events import (  # noqa: E402
+    BLOCKS_MAX,
+    EVENTS_MAX,
+    EXTRA_BYTES_MAX,
+    TOKENS_MAX,
+    BadEvent,
+    Removed,
+    Stored,
+    Where,
+    decode,
+)
+from simm.index.keys import token_bytes  # noqa: E402
 from simm.index.publishers import Publishers, _Link  # noqa: E402
 from simm.index.service import QUESTION_BLOCKS_MAX, Service  # noqa: E402
-from simm.index.sources import EXPECTED_MAX, Registration, Source  # noqa: E402
+from simm.index.sources import EXPECTED_MAX, PARKED_BYTES_MAX, Parked, Registration, Source  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 MIB = 1 << 20
@@ -78,14 +93,88 @@ def test_as_many_as_may_be_are_taken() -> None:
     assert not decode(whole(TIME, b"\x91" + HEAD + tokens)).refused
 
 
+REMOVED = {"type": "BlockRemoved", "block_hashes": [1]}
+
+
+def test_messages_as_engines_send_them_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells each evicted block by itself, a step's in one message; SGLang evicts pages of a token in one event."""
+    batch = decode(msgspec.msgpack.encode([0.0, [REMOVED] * 20_000, 0]))
+    assert len(batch.events) == 20_000 and not batch.refused
+    (event,) = decode(msgspec.msgpack.encode([0.0, [{**REMOVED, "block_hashes": list(range(200_000))}], 0])).events
+    assert isinstance(event, Removed) and len(event.hashes) == 200_000
+    monkeypatch.setattr(events_module, "BLOCKS_MAX", 9)
+    many = {**REMOVED, "block_hashes": list(range(5))}
+    with pytest.raises(BadEvent, match="10 blocks in a message"):
+        decode(msgspec.msgpack.encode([0.0, [many, many], 0]))
+    assert BLOCKS_MAX >= TOKENS_MAX and EVENTS_MAX * 16 >= TOKENS_MAX, "pages of a token, and blocks of 16"
+
+
 def register(index: Blocks, **more: Any) -> Source:
     return index.register(Registration("A", "m", **more))
+
+
+class Hashes(arrays.array):  # type: ignore[type-arg]
+    """Blocks' names, which count how often they are gone through."""
+
+    seen = 0
+
+    def __iter__(self) -> Any:
+        Hashes.seen += len(self)
+        return super().__iter__()
+
+
+def test_a_removal_looks_at_no_block_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each removed block was compared with all that waited for a parent: milliseconds, in which nobody was answered."""
+    index = Blocks()
+    source = register(index, block_size=1)
+    for first in range(10, 4010, 4):
+        names = Hashes("Q", range(first, first + 4))
+        index.apply(source, [Stored(names, 1_000_000 + first, token_bytes([7] * 4), 1, Where())])
+    assert source.waiting == 4000
+    monkeypatch.setattr(Hashes, "seen", 0)
+    index.apply(source, [Removed(arrays.array("Q", [name]), Where()) for name in (11, *range(5000, 9000))])
+    assert Hashes.seen == 0
+    (parked,) = source.parked[1_000_010, source.lanes[0, 0]]
+    assert parked.gone == {11}
+
+
+def blocks_of(parked: list[Parked]) -> int:
+    return sum(len(each.event.hashes) for each in parked)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_names_a_block_that_waits_is_what_waits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random events behind parents that are unknown, known later, or gone; the same block may wait several times."""
+    monkeypatch.setattr(sources_module, "PARKED_MAX", 40)
+    dice = random.Random(seed)
+    index = Blocks()
+    source = register(index, block_size=1)
+    most = 0
+    for _ in range(600):
+        names = arrays.array("Q", [dice.randrange(60) for _ in range(dice.randrange(1, 5))])
+        if dice.random() < 0.3:
+            index.apply(source, [Removed(names, Where())])
+        else:
+            parent = None if dice.random() < 0.05 else dice.randrange(60)
+            index.apply(source, [Stored(names, parent, token_bytes([1] * len(names)), 1, Where())])
+        if dice.random() < 0.01:
+            index.clear(source)
+        waits: dict[tuple[int, int], set[int]] = {}
+        for (_, lane), parked in source.parked.items():
+            for each in parked:
+                for name in set(each.event.hashes) - each.gone:
+                    waits.setdefault((name, lane), set()).add(id(each))
+        known = {name: {id(each) for each in sources_module._each(found)} for name, found in source.naming.items()}
+        assert known == waits
+        assert source.waiting == sum(map(blocks_of, source.parked.values())) <= 40
+        most = max(most, source.waiting)
+    assert most > 20
 
 
 @pytest.mark.parametrize("bound", [PARKED_BYTES_MAX, 1 << 60], ids=["bound", "control"])
 def test_what_waits_for_parents_is_bounded_in_bytes(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 8,192 tokens, each behind a parent that never comes: 65,536 of them would be 2 GiB for a publisher."""
-    monkeypatch.setattr(blocks_module, "PARKED_BYTES_MAX", min(bound, 4 * MIB) if bound < 1 << 60 else bound)
+    monkeypatch.setattr(sources_module, "PARKED_BYTES_MAX", min(bound, 4 * MIB) if bound < 1 << 60 else bound)
     index = Blocks()
     source = register(index, block_size=8192)
     for number in range(200):
@@ -198,11 +287,20 @@ def test_what_cannot_be_listened_to_costs_no_socket(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(zmq.Context, "socket", socket)
     monkeypatch.setattr(zmq.Socket, "connect", fails)
+    monkeypatch.setattr(publishers_module, "RETRY_S", 3600.0)
+    monkeypatch.setattr(publishers_module, "RETRY_MAX_S", 3600.0)
     publishers = Publishers(Blocks())
     try:
         source = publishers.register(Registration("A", "m", endpoint="tcp://127.0.0.1:1"))
         wait_until(lambda: source.lost, "it has failed")
         assert made and all(each.closed for each in made) and publishers.stream(source) is None
+        made.clear()
+        for _ in range(2):  # what renews it tries again
+            publishers.register(source.registration)
+        monkeypatch.setattr(zmq.Socket, "connect", connect)
+        publishers.register(source.registration)
+        wait_until(lambda: publishers.stream(source) is not None, "it is listened to")
+        assert not source.lost and sum(not each.closed for each in made if each.type == zmq.SUB) == 1
         assert publishers._context.get(zmq.MAX_SOCKETS) > 4 * blocks_module.SOURCES_MAX
     finally:
         publishers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -322,6 +323,83 @@ def test_a_lease_ends(tmp_path: Path) -> None:
         source = _register(publishers, engine, lease_s=0.2)
         wait_until(lambda: source.registration.name not in publishers.index.sources, "the end of the lease")
     engine.close()
+
+
+def test_a_lease_that_is_renewed_at_its_end_goes_on() -> None:
+    """The thread had read when it ends, and forgot the publisher that a request had renewed meanwhile."""
+    told = Registration("A", "m", block_size=1, endpoint="tcp://127.0.0.1:1", lease_s=3600.0)
+    with _publishers() as publishers:
+        source = publishers.register(told)
+        ended = publishers._leases[told.name]
+
+        class Leases(dict[Any, float]):
+            def items(self) -> Any:
+                found = list(super().items())
+                publishers.register(told)  # as another thread would
+                return found
+
+        publishers._leases = Leases(publishers._leases)
+        publishers._do(lambda: publishers._tick(ended))
+        wait_until(lambda: publishers._leases[told.name] > ended, "the renewal")
+        done: list[bool] = []
+        publishers._do(lambda: done.append(True))
+        wait_until(lambda: done, "the tick's end")
+        assert publishers.index.sources.get(told.name) is source and publishers.stream(source) is not None
+
+
+def test_what_could_not_be_listened_to_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher of a file is never renewed."""
+    monkeypatch.setattr(publishers_module, "RETRY_S", 0.0)
+    failures = iter([True] * 3)
+    connect = zmq.Socket.connect
+
+    def fails(sock: Any, address: str) -> Any:
+        if sock.type == zmq.SUB and next(failures, False):
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(sock, address)
+
+    monkeypatch.setattr(zmq.Socket, "connect", fails)
+    with _publishers() as publishers:
+        source = publishers.register(Registration("A", "m", endpoint="tcp://127.0.0.1:1"))
+        wait_until(lambda: publishers.stream(source) is not None, "it is listened to")
+        assert next(failures, None) is None and not source.lost and not publishers._unopened
+        gone = Registration("B", "m", endpoint="tcp://127.0.0.1:1")
+        monkeypatch.setattr(publishers_module, "RETRY_S", 3600.0)
+        monkeypatch.setattr(publishers_module, "RETRY_MAX_S", 3600.0)
+        failures = iter([True])
+        other = publishers.register(gone)
+        wait_until(lambda: other.lost, "it has failed")
+        assert publishers.unregister(gone.name)
+        wait_until(lambda: not publishers._unopened, "it is tried no more")
+
+
+def test_a_publisher_at_an_ipv6_address_is_heard() -> None:
+    context = zmq.Context()
+    pub, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    try:
+        for sock in (pub, router):
+            sock.setsockopt(zmq.IPV6, 1)
+            try:
+                sock.bind("tcp://[::1]:*")
+            except zmq.ZMQError as exc:
+                pytest.skip(f"no IPv6 here: {exc}")
+        ends = [sock.getsockopt_string(zmq.LAST_ENDPOINT) for sock in (pub, router)]
+        told = Registration("A", "m", block_size=1, endpoint=ends[0], replay=ends[1])
+        with _publishers() as publishers:
+            publishers.register(told)
+
+            def heard() -> bool:
+                pub.send_multipart([b"", bytes(8), msgspec.msgpack.encode([0.0, [stored(1)], 0])])
+                return bool(router.poll(0))
+
+            wait_until(heard, "a question for a replay", pause_s=0.05)
+            peer, empty, _ = router.recv_multipart()
+            message = msgspec.msgpack.encode([0.0, [stored(1)], 0])
+            router.send_multipart([peer, empty, bytes(8), message])
+            router.send_multipart([peer, empty, b"\xff" * 8, b""])
+            wait_until(lambda: _has(publishers, 1) == 1, "its answer")
+    finally:
+        context.destroy(0)
 
 
 def test_a_thread_that_ends_before_it_is_woken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from simm.index.events import Stored, Where
 from simm.index.keys import request_keys, token_bytes
 from simm.index.prefixes import BITS, alike, tiers_of
 from simm.index.scores import Scores, score
+from simm.index.service import Service
 from simm.index.sources import TIERS, Registration, Space
 
 SPACE = Space("m", "", "default", "", 1)
@@ -85,3 +87,18 @@ def test_the_answer_is_that_of_block_by_block(seed: int, monkeypatch: pytest.Mon
     assert any(found.matches for found in fast)
     for quick, slow in zip(fast, _ask(seed)):
         assert _plain(quick) == _plain(slow)
+
+
+def test_what_the_readers_change_is_read_under_their_lock() -> None:
+    """A medium that nobody knew came while they were listed, and the question failed."""
+    index = Blocks()
+    source = index.register(Registration("A", "m", block_size=1))
+
+    class Media(set[str]):
+        def __iter__(self) -> Iterator[str]:
+            assert index.lock._is_owned()  # type: ignore[attr-defined]
+            return super().__iter__()
+
+    source.media = Media(["tape", "drum"])
+    assert score(index, SPACE, []).unknown_tiers == ["drum", "tape"]
+    assert Service(index).workers()[0]["unknown_tiers"] == ["drum", "tape"]

@@ -20,12 +20,15 @@ pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed"
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm.errors import TransportError, UsageError
+from simm.index import service as service_module
+from simm.index import table as table_module
 from simm.index.blocks import Blocks
-from simm.index.events import Stored, Where
+from simm.index.events import TOKENS_MAX, Removed, Stored, Where
 from simm.index.keys import request_keys, token_bytes
 from simm.index.publishers import Publishers
 from simm.index.service import Service, asking
 from simm.index.sources import Registration, Source
+from simm.index.table import Table
 from simm.net.http import Web
 from simm.net.loop import Loop
 from simm.schemes import registry
@@ -154,6 +157,43 @@ def test_a_dump_has_keys_and_tiers() -> None:
     assert not found["truncated"]
 
 
+def test_a_dump_is_made_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many holders cost a pass over the whole table, also behind the last block that is shown."""
+    index = Blocks()
+    source = index.register(Registration("a", MODEL, block_size=1))
+    for number in range(20):
+        where = Where("GPU", salt=f"user-{number}")
+        index.apply(source, [Stored([10 * number, 10 * number + 1], None, token_bytes([number, 7]), 1, where)])
+    index.apply(source, [Removed([0, 1], Where("GPU"))])
+    passes = []
+    some = Table.some
+    monkeypatch.setattr(Table, "some", lambda table, most: passes.append(most) or some(table, most))
+    monkeypatch.setattr(Blocks, "held_by", None)
+    whole = Service(index).dump()
+    assert len(whole["holders"]) == 20 and not whole["truncated"] and len(passes) == 1
+    for number, each in enumerate(whole["holders"]):
+        keys = request_keys([number, 7], 1) if number else []
+        assert each["cache_salt"] == f"user-{number}" and sorted(each["seq_hashes"]) == sorted(keys)
+        assert each["tiers"] == [["gpu"]] * each["blocks"]
+    monkeypatch.setattr(service_module, "DUMP_MAX", 7)
+    part = Service(index).dump()
+    assert part["truncated"] and sum(len(each["seq_hashes"]) for each in part["holders"]) == 7
+    for shown, every in zip(part["holders"], whole["holders"]):
+        assert set(shown["seq_hashes"]) <= set(every["seq_hashes"]) and shown["blocks"] == every["blocks"]
+
+
+def test_slots_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_PASS", 64)
+    index = Blocks()
+    source = index.register(Registration("a", MODEL, block_size=1))
+    tokens = list(range(1000))
+    index.apply(source, [Stored(list(range(1000)), None, token_bytes(tokens), 1, Where("GPU"))])
+    for most in (0, 1, 65, 999, 1000, 2000):
+        ((_, keys, counts),) = index.held(most)
+        assert len(set(keys.tolist())) == len(counts) == min(most, 1000)
+        assert set(keys.tolist()) <= set(request_keys(tokens, 1))
+
+
 def test_all_metrics_have_samples() -> None:
     index = _index()
     service = Service(index)
@@ -177,7 +217,7 @@ class _Store:
         self.pages, self.value = pages, registry.as_value([registry.Registered(each) for each in schemes])
         self.down = False
 
-    def get_into_many(self, keys: Sequence[str], buffers: Sequence[bytearray]) -> list[int | None]:
+    def get_into_many_at_owner(self, keys: Sequence[str], buffers: Sequence[bytearray]) -> list[int | None]:
         if self.down:
             raise TransportError("down")
         found: list[int | None] = []
@@ -206,6 +246,31 @@ def test_a_query_has_what_the_store_has() -> None:
     assert (shared["tokens"], shared["scheme"]) == (64, "vllm-mooncake"), "of connectors that register nothing"
     store.down = True
     assert _post(service, "/query", body) == (200, {**_post(Service(_index()), "/query", body)[1], "shared": None})
+
+
+def test_a_query_by_hashes_may_have_tokens_for_the_store() -> None:
+    """Null is as none at all. It was an error of the server; a list that is too long was not looked at."""
+    service = Service(_index(), shared=asking(_Store(3, [Scheme(MODEL, "sglang-simm", page=16)]), every_s=0.0))
+    body: dict[str, Any] = {"model": MODEL, "seq_hashes": [1], "block_size": 16}
+    for tokens, status, tokens_found in (([], 200, 0), (TOKENS, 200, 48), (None, 200, None), (7, 400, None)):
+        found = _post(service, "/query", {**body, "token_ids": tokens})
+        assert found[0] == status, found
+        assert (found[1].get("shared") or {"tokens": None})["tokens"] == tokens_found
+    assert _post(service, "/query", {**body, "token_ids": [1] * (TOKENS_MAX + 1)})[0] == 400
+    assert _post(service, "/query", {"model": MODEL, "token_ids": None, "block_size": 16})[0] == 400
+
+
+def test_a_query_for_an_instance_that_is_a_number() -> None:
+    index = _index()
+    source = index.register(Registration("7", MODEL, block_size=16))
+    index.apply(source, [Stored([1], None, token_bytes(TOKENS[:16]), 16, Where())])
+    service = Service(index)
+    body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
+    for name, found in ((7, {"7"}), ("7", {"7"}), ("a", {"a"}), ("", {"a", "7"}), (None, {"a", "7"})):
+        status, answer = _post(service, "/query", {**body, "instance_id": name})
+        assert status == 200 and set(answer["default"]) == found, name
+    for name in (True, -1, [7], 1 << 64):
+        assert _post(service, "/query", {**body, "instance_id": name})[0] == 400
 
 
 def test_a_registration_that_is_wrong_leaves_the_others_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 from simm.index.blocks import Blocks
-from simm.index.events import BadEvent, decode
+from simm.index.events import EVENTS_MAX, BadEvent, decode
 from simm.index.libraries import msgspec
 from simm.index.sources import Registration
 from tests.support.dose import dosed
@@ -114,4 +114,4 @@ def test_a_wrong_event_among_maps_stops_no_other(wrong: Callable[[dict[str, Any]
     found = decode(msgspec.msgpack.encode([0.0, [*events[:5], wrong(events[5]), *events[5:]], 0]))
     assert found.events == plain.events and len(found.refused) == 1 and len(plain.events) == len(events)
     with pytest.raises(BadEvent):
-        decode(msgspec.msgpack.encode([0.0, [events[0]] * 10_001, 0]))
+        decode(msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}] * (EVENTS_MAX + 1), 0]))

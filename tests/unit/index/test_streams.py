@@ -13,6 +13,8 @@ msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is 
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
+from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index import sources as sources_module  # noqa: E402
 from simm.index import streams as streams_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.keys import request_keys  # noqa: E402
@@ -297,6 +299,94 @@ def test_what_cannot_be_read_may_have_been_a_removal(payload: bytes) -> None:
     index, stream = _stream(replays=False)
     _take(stream, (0, packed(stored(0))), (1, packed({"type": "BlockMoved"})))
     assert _claims(index)[0] == 3 and stream.counts["refused"] == 1
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+UNREAD = {"type": "BlockRemoved", "block_hashes": ["?"]}
+WRONG = {**stored(0), "block_hashes": []}
+
+
+@pytest.mark.parametrize(
+    ("events", "claims", "complete", "lost"),
+    [
+        ([stored(1)], [3, 3], True, False),
+        ([stored(1), WRONG], [3, 3], False, False),
+        ([{"type": "BlockMoved"}], [3, 0], False, False),
+        ([CLEARED, WRONG, stored(1)], [0, 3], False, False),
+        ([WRONG, CLEARED, stored(1)], [0, 3], True, False),
+        ([stored(1), UNREAD], [0, 0], False, True),
+        ([CLEARED, stored(1), UNREAD], [0, 0], False, True),
+        ([stored(0), UNREAD, stored(1)], [0, 3], False, True),
+        ([UNREAD, CLEARED, stored(1)], [0, 3], True, False),
+    ],
+    ids=range(9),
+)
+def test_what_is_known_after_events_that_cannot_be_read(
+    events: list[Any], claims: list[int], complete: bool, lost: bool
+) -> None:
+    """A removal that cannot be read may be of anything before it, also in its own message; a store is missed."""
+    index, stream = _stream(replays=False)
+    _take(stream, (0, packed(stored(0))), (1, packed(*events)))
+    assert _claims(index)[:2] == claims and (stream.complete, stream.source.lost) == (complete, lost)
+
+
+def test_blocks_without_room_end_that_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "HOLDERS_MAX", 2)
+    index, stream = _stream(replays=False)
+    for number in range(3):
+        _take(stream, (number, packed({**stored(number), "cache_salt": f"user-{number}"})))
+        assert stream.complete is (number < 2)
+    assert stream.source.ignored["too many spaces"] == 1 and index.entries == 6
+    _take(stream, (3, packed(CLEARED)))
+    assert stream.complete
+    monkeypatch.setattr(blocks_module, "BLOCKS_MAX", 5)
+    _take(stream, (4, packed(stored(0))))
+    assert stream.complete
+    _take(stream, (5, packed(stored(1))))
+    assert not stream.complete and stream.source.ignored["too many blocks"] == 1
+
+
+def test_what_is_dropped_while_it_waits_ends_that_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "PARKED_MAX", 2)
+    _, stream = _stream(replays=False)
+    _take(stream, (0, packed(stored(0, 1))))
+    assert stream.complete and stream.source.waiting == 2
+    _take(stream, (1, packed(stored(1, 2))))
+    assert not stream.complete and stream.source.waiting == 1
+
+
+def test_children_of_one_parent_fail_alone() -> None:
+    """The first of them that could not count took the others with it, which nobody counted or missed."""
+    index, stream = _stream(replays=False)
+    wrong = [{**stored(0, 1, 2), "block_size": 2, "token_ids": [1, 2], "block_hashes": [each]} for each in (77, 78)]
+    _take(stream, (0, packed(wrong[0], stored(0, 1), wrong[1])), (1, packed(stored(0, 0, 1))))
+    assert _claims(index)[0] == 3 and stream.source.waiting == 0
+
+
+def test_one_rank_does_not_speak_for_all() -> None:
+    index = Blocks()
+    stream = Stream(index, index.register(Registration("A", "m", block_size=1, rank=None)), replays=False)
+
+    def told(rank: int, *events: Any) -> bytes:
+        return msgspec.msgpack.encode([0.0, list(events), rank])  # type: ignore[no-any-return]
+
+    _take(stream, (0, told(0, stored(0))), (1, told(0, CLEARED, stored(0))))
+    assert stream.complete, "no other rank has said anything"
+    _take(stream, (2, told(1, stored(1))), (3, told(0, CLEARED)))
+    assert not stream.complete and _claims(index)[:2] == [0, 0]
+    stream.disconnected()
+    _take(stream, (5, told(0, CLEARED, stored(0))))
+    assert not stream.complete and stream.source.lost and _claims(index)[0] == 3
+
+
+def test_a_long_message_is_applied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others ask in between, and what they are told is what was so at that moment."""
+    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    index, stream = _stream(replays=False)
+    seen = []
+    monkeypatch.setattr(streams_module.time, "sleep", lambda _: seen.append(_claims(index)[:3]))
+    _take(stream, (0, packed(stored(0), stored(1), removed(0, 1), stored(2), removed(1))))
+    assert seen == [[3, 3, 0], [1, 3, 3]] and _claims(index)[:3] == [1, 0, 3] and stream.complete
 
 
 def test_what_waits_for_a_replay_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from simm.cli import main
-from simm.net import local_users, peer_uid
+from simm.net import local_users, peer_uid, process
 from simm.net.http import JSON, Page, Web
 from simm.net.local_users import LocalUsers
 from simm.net.loop import Loop
@@ -137,6 +137,17 @@ def test_without_the_other_extra_there_is_one_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "pip install '.[index,grpc]' in SiMM's checkout" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_it_may_open_as_many_files_as_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred publishers' sockets exceeded the usual soft limit, and the others were never heard."""
+    for each in ("zmq", "msgspec", "xxhash"):
+        pytest.importorskip(each, reason="the extra simm-store[index] is not installed")
+    raised: list[bool] = []
+    monkeypatch.setattr(process, "raise_file_limit", lambda: raised.append(True))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["index", "--at", f"127.0.0.1:{taken.getsockname()[1]}"]) != 0
+    assert raised
 
 
 def test_a_file_of_publishers_is_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,124 @@
+"""Blocks of pairs of neighbouring tokens, as SGLang tells where it decodes with EAGLE."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+
+from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.events import Stored, decode  # noqa: E402
+from simm.index.service import Service  # noqa: E402
+from simm.index.sources import Registration  # noqa: E402
+from simm.index.streams import Stream  # noqa: E402
+
+
+def packed(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([0.0, list(events), 0])  # type: ignore[no-any-return]
+
+
+def stored(names: list[int], tokens: list[int], size: int, parent: int | None = None) -> dict[str, Any]:
+    return {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "block_size": size,
+            "token_ids": list(pairwise(tokens)), "medium": "GPU"}  # fmt: skip
+
+
+class Engine:
+    """A radix tree of pages of pairs: what it tells, and how many whole pages of a prompt it would find."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.next = size, 1000
+        self.names: dict[tuple[tuple[int, int], ...], int] = {}
+
+    def pages(self, tokens: list[int]) -> list[tuple[tuple[int, int], ...]]:
+        pairs = tuple(pairwise(tokens))
+        return [pairs[:end] for end in range(self.size, len(pairs) + 1, self.size)]
+
+    def insert(self, tokens: list[int]) -> list[dict[str, Any]]:
+        events = []
+        parent = None
+        for number, page in enumerate(self.pages(tokens)):
+            if page not in self.names:
+                self.names[page] = self.next = self.next + 1
+                part = tokens[number * self.size : (number + 1) * self.size + 1]
+                events.append(stored([self.names[page]], part, self.size, parent))
+            parent = self.names[page]
+        return events
+
+    def evict(self, dice: random.Random) -> dict[str, Any]:
+        leaves = [each for each in self.names if not any(o[: len(each)] == each and o != each for o in self.names)]
+        return {"type": "BlockRemoved", "block_hashes": [self.names.pop(dice.choice(leaves))], "medium": "GPU"}
+
+    def has(self, tokens: list[int]) -> int:
+        pages = self.pages(tokens)
+        return next((at for at, page in enumerate(pages) if page not in self.names), len(pages))
+
+
+def asked(service: Service, tokens: list[int], size: int) -> int:
+    body = {"model": "m", "token_ids": tokens, "block_size": size}
+    answer = json.loads(service.posts["/query"](json.dumps(body).encode()).body)
+    found = int(answer["default"].get("A", {"longest_matched": 0})["longest_matched"])
+    scores = json.loads(service.posts["/score"](json.dumps(body).encode()).body)["scores"]
+    assert [each["score"] * size for each in scores] == [found] * bool(found)
+    return found // size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_is_said_is_what_the_engine_would_find(size: int) -> None:
+    """A page counts only where the token behind it is the same, too: of two prompts that differ there it is another."""
+    dice = random.Random(size)
+    index = Blocks()
+    source = index.register(Registration("A", "m", "sglang", block_size=size))
+    stream, service, engine = Stream(index, source, replays=False), Service(index), Engine(size)
+    found = set()
+    for number in range(150):
+        if engine.names and dice.random() < 0.4:
+            events = [engine.evict(dice)]
+        else:
+            events = engine.insert([dice.randrange(2) for _ in range(dice.randrange(5 * size))])
+        stream.message(number, packed(*events))
+        for _ in range(4):
+            tokens = [dice.randrange(2) for _ in range(dice.randrange(5 * size))]
+            assert asked(service, tokens, size) == engine.has(tokens)
+            found.add(engine.has(tokens))
+    assert stream.complete and source.pairs and not source.ignored and not stream.counts["refused"]
+    assert len(found) > 2
+
+
+def test_plain_blocks_of_the_same_tokens_are_others() -> None:
+    index = Blocks()
+    sources = [index.register(Registration(name, "m", "sglang", block_size=2)) for name in ("A", "B")]
+    index.apply(sources[0], decode(packed(stored([1, 2], [5, 6, 7, 8, 9], 2))).events)
+    plain = {**stored([1, 2], [5, 6, 7, 8, 9], 2), "token_ids": [5, 6, 7, 8]}
+    index.apply(sources[1], decode(packed(plain)).events)
+    body = {"model": "m", "token_ids": [5, 6, 7, 8], "block_size": 2}
+    service = Service(index)
+    answer = json.loads(service.posts["/query"](json.dumps(body).encode()).body)["default"]
+    assert {name: each["longest_matched"] for name, each in answer.items()} == {"A": 2, "B": 4}
+
+
+def test_both_forms_of_events_may_have_pairs() -> None:
+    event = stored([1, 2], [5, 6, 7, 8, 9], 2)
+    array = ["BlockStored", event["block_hashes"], None, event["token_ids"], 2]
+    first, second = (decode(packed(each)).events[0] for each in (event, array))
+    assert isinstance(first, Stored) and isinstance(second, Stored) and first.pairs and second.pairs
+    assert bytes(first.tokens or b"") == bytes(second.tokens or b"") and first.extras == second.extras
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [[[1, 2], [5, 3]], [[1, 2], [2, 3], [3, 4]], [[1, 2, 3]], [[1, -2], [-2, 3]], [[1, 2], 2], [[]]],
+    ids=str,
+)
+def test_what_are_no_pairs_of_whole_blocks_is_refused(token_ids: Any) -> None:
+    index = Blocks()
+    source = index.register(Registration("A", "m", "sglang", block_size=1))
+    stream = Stream(index, source, replays=False)
+    stream.message(0, packed({**stored([1, 2], [], 1), "token_ids": token_ids}))
+    assert stream.counts["refused"] == 1 and not source.blocks and not stream.complete and not source.lost
