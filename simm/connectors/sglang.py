@@ -57,6 +57,7 @@ from .hicache import facts, hit_policies
 from .hicache.host_pools import GEOMETRY, HostPool, Piece, buffers, head_of, of_pages, sinks_of, source, whole
 from .hicache.weight_versions import WeightVersions
 from .keyspace import Keyspace, connect, identity
+from .registration.of_sglang import paging_of
 from .registration.registrar import Registrar, under_names
 
 __all__ = ["HiCacheSimm"]
@@ -272,7 +273,10 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             head_of(pool.name, known, weights)
             for rank in range(ranks) for known in self._pool_facts(pool.name, pool.host, rank)
         ]  # fmt: skip
-        options = {"scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads)}
+        options: dict[str, Any] = {
+            "scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads),
+            **paging_of(mamba="mamba" in self._pools),
+        }  # fmt: skip
         return under_names(Scheme("any", "sglang-pages", pool.page_tokens, ranks, options=options), names)
 
     def _tell(self, weights: str, generation: str) -> None:

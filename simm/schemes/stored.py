@@ -64,13 +64,14 @@ def stored(
 
     Raises UsageError for tokens that are none, and for a registration that contradicts itself.
     """
-    pages = min(len(tokens) // scheme.page, keys_max // scheme.keys_max)
-    if not pages:
+    behind = int(scheme.options.get("bigram") is True)  # a page of pairs has a part of the token behind it
+    pages = min((len(tokens) - behind) // scheme.page, keys_max // scheme.keys_max)
+    if pages <= 0:
         return _NOTHING
     generation = _generation(client, scheme, generations)
     if scheme.scope and not generation:
         return _NOTHING
-    groups = scheme.groups(tokens[: pages * scheme.page], request, generation=generation, libraries=libraries)
+    groups = scheme.groups(tokens[: pages * scheme.page + behind], request, generation=generation, libraries=libraries)
     if len(groups) == 1 and not groups[0].window:
         found: Prefix = client.prefix(groups[0].keys, group=max(1, groups[0].per_block))
         blocks = found.keys // max(1, groups[0].per_block)

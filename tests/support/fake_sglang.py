@@ -89,6 +89,7 @@ class Served:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     weight_version: str = "default"
+    speculative_algorithm: str | None = None
 
 
 class _Tensor:

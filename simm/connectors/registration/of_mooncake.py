@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...schemes.scheme import Scheme
-from . import of_lmcache, of_vllm
+from . import of_lmcache, of_sglang, of_vllm
 from .callers import caller, local_values
 from .registrar import NotYet, under_names
 
@@ -53,7 +53,9 @@ def _sglang(backend: Any, scope: dict[str, Any]) -> list[Scheme]:
     if set(map(str, getattr(backend, "registered_pools", None) or ())) - {"kv"}:
         raise UsageError("it is not known what a prefix needs of a hybrid model's pools")
     extra = dict(config.extra_config or {})
-    options: dict[str, Any] = {**scope, "model_name": str(config.model_name or ""), "mla": bool(config.is_mla_model)}
+    options: dict[str, Any] = {
+        **scope, **of_sglang.paging_of(), "model_name": str(config.model_name or ""), "mla": bool(config.is_mla_model)
+    }  # fmt: skip
     if extra.get("extra_backend_tag") is not None:
         options["tag"] = str(extra["extra_backend_tag"])
     if config.should_split_heads:

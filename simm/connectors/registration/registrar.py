@@ -102,7 +102,7 @@ class _Values:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.get_into_many = client.get_into_many
+        self.get_into_many_at_owner = client.get_into_many_at_owner
 
     def put(self, key: str, value: Any) -> bool:
         return replaced(self._client, [self._client.digest(key)], [source_of(value)]) == [Status.OK]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from simm.connectors.complaints import Complaints
-from simm.connectors.registration import of_lmcache, of_mooncake, of_vllm, registrar
+from simm.connectors.registration import of_lmcache, of_mooncake, of_sglang, of_vllm, registrar
 from simm.connectors.registration.callers import caller, local_values
 from simm.connectors.registration.registrar import NotYet, Registrar, under_names
 from simm.errors import UsageError
@@ -305,7 +305,66 @@ def test_issue_looking_at_callers_keeps_nothing_of_theirs() -> None:
     assert engine()
 
 
-def test_sglangs_backend_for_mooncake() -> None:
+def published(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    """Let SGLang have been started so."""
+    module: Any = ModuleType("sglang.srt.runtime_context")
+    module.get_server_args = lambda: SimpleNamespace(**arguments)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "pairs"),
+    [(None, False), ("NGRAM", False), ("STANDALONE", False), ("EAGLE", True), ("eagle3", True), ("NEXTN", True),
+     ("FROZEN_KV_MTP", True), ("MINE", None)],
+)  # fmt: skip
+def test_pages_of_sglang_are_of_pairs_with_eagle(
+    algorithm: str | None, pairs: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = MooncakeStore()
+    backend.mem_pool_host = SimpleNamespace(page_size=64)
+    assert backend.user is not None
+    published(monkeypatch, speculative_algorithm=algorithm)
+    if pairs is None:
+        with pytest.raises(UsageError, match="'MINE'"):
+            backend.user(SCOPE)
+        kinds: Any = ModuleType("sglang.srt.speculative.spec_info")
+        mine = SimpleNamespace(is_eagle=lambda: True)
+        kinds.SpeculativeAlgorithm = SimpleNamespace(from_string={"MINE": mine}.__getitem__)
+        monkeypatch.setitem(sys.modules, kinds.__name__, kinds)
+    (scheme,) = backend.user(SCOPE)
+    assert scheme.options.get("bigram", False) is (pairs is not False)
+    assert of_sglang.paging_of(mamba=True) == {}, "SGLang has no pairs where there are Mamba layers"
+
+
+def test_what_sglang_does_not_tell_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MooncakeStore()
+    backend.mem_pool_host = SimpleNamespace(page_size=64)
+    assert backend.user is not None
+    with pytest.raises(UsageError, match="speculates"):
+        backend.user(SCOPE)
+    published(monkeypatch)
+    with pytest.raises(UsageError, match="speculates"):
+        backend.user(SCOPE)
+    module: Any = sys.modules["sglang.srt.runtime_context"]
+
+    def nothing() -> None:
+        raise ValueError("Global server args is not set yet!")
+
+    module.get_server_args = nothing
+    (scheme,) = backend.user(SCOPE)
+    assert "bigram" not in scheme.options, "a program that embeds parts of SGLang, none of which speculate"
+    before: Any = ModuleType("sglang.srt.server_args")
+    before.get_global_server_args = lambda: SimpleNamespace(speculative_algorithm="EAGLE")
+    monkeypatch.setitem(sys.modules, before.__name__, before)
+    (scheme,) = backend.user(SCOPE)
+    assert scheme.options["bigram"] is True
+    module.get_spec = lambda: SimpleNamespace(speculative_algorithm="NGRAM")
+    (scheme,) = backend.user(SCOPE)
+    assert "bigram" not in scheme.options, "as resolved"
+
+
+def test_sglangs_backend_for_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    published(monkeypatch, speculative_algorithm=None)
     backend = MooncakeStore(extra_config={"extra_backend_tag": "t"})
     assert backend.user is not None
     with pytest.raises(NotYet):

@@ -17,6 +17,7 @@ from simm.connectors.hicache import facts, host_pools, weight_versions
 from simm.schemes import registry
 from simm.schemes.scheme import Request
 from simm.schemes.sglang import page_hashes
+from simm.schemes.stored import stored
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_sglang
 from tests.support.fake_sglang import Config, Pool, PoolHitPolicy, PoolName, PoolTransfer, Served
@@ -344,6 +345,24 @@ def test_the_keys_of_a_prompts_pages_are_what_is_registered(engine: Engines, ran
     other = engine(filled(13, layout="layer_first", **fields), tp_size=ranks, is_mla_model=mla)
     assert other.batch_set_v1(hashes[:1], pool.indices(0)) == [True]
     assert asked(client, pool) == [(8 * values, 3), (8 * values, 1)], "another form of pages, beside it"
+
+
+def test_with_eagle_pages_are_of_pairs_of_tokens(engine: Engines, served: Served) -> None:
+    served.speculative_algorithm = "EAGLE"
+    pool = filled(16)
+    tokens = list(range(8 * pool.page_size + 1))
+    hashes = page_hashes(tokens, pool.page_size, bigram=True)
+    backend = engine(pool)
+    assert backend.batch_set_v1(hashes, pool.indices(*ROWS)) == [True] * 8
+    settle()
+    client = engine.clients[0]
+    (scheme,) = registry.registered(client, "model")
+    assert stored(client, scheme, tokens, Request(), generations={}, libraries={}).tokens == 8 * pool.page_size
+    served.speculative_algorithm = "of a plug-in"
+    other = engine(filled(16, layout="layer_first"))
+    assert other.batch_set_v1(hashes[:1], pool.indices(0)) == [True]
+    wait_until(lambda: "OF A PLUG-IN" in other._registrar._said, "a line in the log")
+    assert registry.registered(client, "model") == [scheme]
 
 
 @pytest.mark.parametrize("config", [{"pp_size": 2}, {"attn_cp_size": 2}, {"model_name": None}], ids=str)

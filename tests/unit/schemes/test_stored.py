@@ -38,6 +38,21 @@ def test_one_group_is_a_prefix_of_whole_pages() -> None:
     assert asked(client, scheme).tokens == 16, "a hole"
 
 
+def test_pages_of_pairs_need_the_token_behind_them() -> None:
+    """As SGLang has with EAGLE. One page too few was found always: its last token was cut off the question."""
+    client, scheme = FakeClient(), Scheme("m", "sglang-simm", 16, options={"bigram": True})
+    keys = scheme.keys(TOKENS)
+    assert len(keys.keys) == 4 * keys.per_page
+    put(client, keys.keys)
+    assert asked(client, scheme).tokens == 64 and asked(client, scheme, TOKENS[:65]).tokens == 64
+    assert asked(client, scheme, TOKENS[:64]).tokens == 48 and asked(client, scheme, TOKENS[:16]).tokens == 0
+    assert asked(client, scheme, TOKENS[:17]).tokens == 16 and asked(client, scheme, []).tokens == 0
+    assert asked(client, scheme, [*TOKENS[:32], 1, 2]).tokens == 16, "another token behind it"
+    assert asked(client, scheme, keys_max=2 * scheme.keys_max).tokens == 32
+    client.delete(keys.keys[2 * keys.per_page])
+    assert asked(client, scheme).tokens == 32
+
+
 def test_groups_with_windows_as_an_engine_restores_them() -> None:
     """Random blocks of two groups and two ranks: the longest prefix of which all that is needed is there."""
     dice = random.Random(20_261_128)
