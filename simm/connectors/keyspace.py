@@ -16,6 +16,20 @@ before is then found under no key, and is evicted in time. What holds:
   be reached, they keep the one they know. A new keyspace that knows none misses until it can be read.
 * A generation that was evicted, or lost with its server, is stored again by any keyspace that knows it. If none does,
   a new one begins. It is the time in nanoseconds, so nothing was ever stored under it.
+* A generation is read at its owner, also by a client with near copies.
+
+What can go wrong
+-----------------
+The store has no operation that replaces a value only if it is still the one that was read. So the generation before a
+flush may be stored again after it, by a keyspace that has found none a moment ago: with two copies, where a flush
+deletes before it puts, or after an eviction.
+
+* A keyspace that knows a generation and finds none looks a second time, the first time after ``_PAUSE_S``. Then it
+  stores its own only where there is still none, without a delete, and looks again for a larger one.
+* A flush reads the generation back, and tries again while it finds an older one. It reports success only if it has read
+  its own, or a larger one.
+* An old one that is stored after the flush has looked is replaced by the next operation of any keyspace that knows the
+  larger one. Until then a keyspace that does not may go on with the old one.
 
 A flush forgets; it tells nobody of other weights. A keyspace whose engine goes on with the old weights stores under the
 new generation, and all read it. Where engines of one scope get new weights one after the other, it takes a version in
@@ -45,6 +59,10 @@ log = logging.getLogger("simm.connectors")
 
 #: Attempts to store a generation while others do.
 _ATTEMPTS: Final = 3
+
+#: Between the first look that finds no generation and the second one, seconds. Another keyspace may be between its
+#: delete and its put, which takes some round trips. It is once for each generation that is lost.
+_PAUSE_S: Final = 0.002
 
 #: Characters of a setting in a warning.
 _SHOWN: Final = 200
@@ -99,6 +117,8 @@ class Keyspace:
         self._lock = threading.Lock()
         #: The largest generation that this keyspace has seen; 0 for none.
         self._known = 0
+        #: Whether the last look has found none.
+        self._lost = False
 
     def __repr__(self) -> str:
         return f"<Keyspace {self.scope} generation={self._known}>"
@@ -115,42 +135,69 @@ class Keyspace:
         counts as down from now on, so the next call goes on with the generation known last. Raises UsageError if the
         client is closed.
         """
-        buffer = bytearray(GENERATION.size)
         until = time.monotonic() + self._client.deadline_s / 2
-        for _ in range(_ATTEMPTS):
-            got = self._client.get_digest(self._key, sink_of(buffer))
-            stored = GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
+        attempts = _ATTEMPTS
+        again = False
+        while attempts:
+            got, stored = self._read()
             with self._lock:
                 known = self._known = max(self._known, stored)
                 if got == NoValue.UNAVAILABLE and (not known or time.monotonic() > until):
                     return None
                 if stored == known != 0 or got == NoValue.UNAVAILABLE:
+                    self._lost = self._lost and not stored
                     return f"{known:016x}"
+                absent = got == NoValue.MISS
+                first, self._lost = absent and not self._lost, absent
+                look = absent and known != 0 and not again
                 if not known:
                     known = self._known = time.time_ns()
+            if look:
+                again = True
+                if first:
+                    time.sleep(_PAUSE_S)
+                continue
             # And look again: another one may have stored a larger generation meanwhile.
-            if not self._store(known) and time.monotonic() > until:
+            attempts -= 1
+            if not self._store(known, absent=absent) and time.monotonic() > until:
                 return None
         return f"{known:016x}"
 
     def flush(self) -> bool:
         """Begin a new generation: what was stored before is a miss from now on.
 
-        Return whether other keyspaces see it too. This one keeps to it in any case, also if the client raises, and
-        stores it later.
+        Return whether other keyspaces see it too: it, or a larger one, was read back. This one keeps to it in any case,
+        also if the client raises, and stores it later. Three round trips, and more while others store an older one.
         """
-        buffer = bytearray(GENERATION.size)
         stored = 0
         try:
-            if self._client.get_digest(self._key, sink_of(buffer)) == GENERATION.size:
-                stored = GENERATION.unpack(buffer)[0]
+            _, stored = self._read()
         finally:
             with self._lock:
                 new = self._known = max(self._known + 1, stored + 1, time.time_ns())
-        return self._store(new)
+        until = time.monotonic() + self._client.deadline_s / 2
+        for _ in range(_ATTEMPTS):
+            if not self._store(new):
+                return False
+            _, stored = self._read()
+            if stored >= new:
+                return True
+            if time.monotonic() > until:
+                break
+        return False
 
-    def _store(self, generation: int) -> bool:
-        return replace(self._client, [self._key], [source_of(GENERATION.pack(generation))]) == [Status.OK]
+    def _read(self) -> tuple[int, int]:
+        """Return what a get of the generation returns, and the generation that is stored, 0 for none."""
+        buffer = bytearray(GENERATION.size)
+        got = self._client.get_digest_at_owner(self._key, sink_of(buffer))
+        return got, GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
+
+    def _store(self, generation: int, *, absent: bool = False) -> bool:
+        """Store a generation in place of what is there, or only where there is none; return whether one is stored."""
+        source = source_of(GENERATION.pack(generation))
+        if absent:  # a delete could take another one's along that is larger
+            return self._client.put_digests([self._key], [source], True) == [Status.OK]
+        return replace(self._client, [self._key], [source]) == [Status.OK]
 
     def names(self, generation: str, keys: Sequence[str]) -> list[str]:
         """Return keys of a generation as the client takes them. O(bytes)."""
@@ -163,10 +210,21 @@ class Keyspace:
 
 
 def replace(client: Client, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
-    """Store values in place of those that are there, whatever the client's settings say; return a Status for each."""
-    if client._options.replicas > 1:  # such a namespace keeps what is stored
-        client.delete_digests(digests)
-    return client.put_digests(digests, sources, False)
+    """Store values in place of those that are there, whatever the client's settings say; return a Status for each.
+
+    UNAVAILABLE for a value of two copies whose old ones may be left: nothing is put then.
+    """
+    if client._options.replicas == 1:
+        return client.put_digests(digests, sources, False)
+    # Such a namespace keeps what is stored.
+    gone = client.delete_digests(digests)
+    todo = [at for at, status in enumerate(gone) if status in (Status.OK, Status.NOT_FOUND)]
+    statuses: list[int] = [Status.UNAVAILABLE] * len(gone)
+    if todo:
+        stored = client.put_digests([digests[at] for at in todo], [sources[at] for at in todo], False)
+        for at, status in zip(todo, stored):
+            statuses[at] = status
+    return statuses
 
 
 def connect(manager: str = "", **options: Any) -> Client:

@@ -37,9 +37,9 @@ GENERATION: Final = Struct("<Q")
 
 
 class Readable(Protocol):
-    """What reading needs of a client."""
+    """What reading needs of a client: what is read here changes, so a near copy of it would be an old one."""
 
-    def get_into_many(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[int | None]: ...
+    def get_into_many_at_owner(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[int | None]: ...
 
 
 class Values(Readable, Protocol):
@@ -84,7 +84,7 @@ def read(client: Readable, keys: Sequence[str], most: int) -> list[bytes]:
     """Return values of up to ``most`` bytes: empty for a miss, and for a longer one, as anybody may have put."""
     buffers = [bytearray(most) for _ in keys]
     try:
-        lengths = client.get_into_many(keys, buffers)
+        lengths = client.get_into_many_at_owner(keys, buffers)
     except UsageError:
         if len(keys) == 1:
             return [b""]

@@ -183,7 +183,7 @@ class StoreNear:
     """Near copies of what is in a store: none, as all of it counts as on this host."""
 
     def __init__(self, gets: StoreGets) -> None:
-        self._fake = gets
+        self._fake = self.originals = gets
 
     def prefetch(self, digests: Sequence[bytes]) -> list[int]:
         return [HERE if self._fake._serves("prefetch", len(digests)) else DROPPED] * len(digests)

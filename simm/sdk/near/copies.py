@@ -3,7 +3,8 @@
 ``promotion.py`` says what near copies are, what can go wrong, and what was chosen.
 
 Reads are hooked in where a key's owner has no arena in this process (:class:`NearReads`). So a value whose owner is on
-this host is read by the same code as without near copies, and so is everything of a client that has none.
+this host is read by the same code as without near copies, and so is everything of a client that has none. What SiMM's
+own adapters store under a key and change later is read at the owner only (:attr:`Near.originals`).
 
 *Here* is one node: of those with an arena that this process maps, the first by name. Its copies may lie in each of its
 workers. A client without one copies nothing, and says so once.
@@ -78,6 +79,9 @@ class Near:
 
     ``copy_of(reader, batch, position)`` reads one value out of an arena, and returns MISS if it is not there.
     """
+
+    #: The client's reads at the owners, for values that may change: no copy is read, and none is made.
+    originals: Gets
 
     def __init__(
         self, routes: Routes, copier: Copier, options: ClientOptions, counters: dict[str, int],
@@ -441,4 +445,5 @@ def parts_of(options: ClientOptions, reads: tuple[Any, ...], writes: tuple[Any, 
     """Return the reads and the mutations of a client with near copies, by the arguments of those without, and these."""
     gets, puts = NearGets(options, *reads), NearPuts(*writes)
     puts.near = gets.near
+    gets.near.originals = Gets(*reads)
     return gets, puts, gets.near

@@ -85,9 +85,10 @@ PARTS: Final[dict[type, type]] = {
 
 
 def parts_of(near: Any) -> list[Any]:
-    """Return the parts of a client's near copies: what reads, puts and drops for the thread."""
+    """Return the parts of a client's near copies: what reads, puts and drops for the thread, and reads at owners."""
     plain: Gets = near._plain
     remote: RemoteReads = plain._remote
     put: ShmPut = near._put
     drops: Puts = near._drops
-    return [near, plain, remote, put, drops]
+    originals: Gets = near.originals
+    return [near, plain, remote, put, drops, originals, originals._remote]

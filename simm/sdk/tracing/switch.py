@@ -31,6 +31,7 @@ CALLS: Final = {
     "put_gather": ("put", "true"), "put_gather_many": ("put", "true"),
     "get": ("get", "true"), "get_into": ("get", "true"), "get_digest": ("get", "length"), "view": ("get", "true"),
     "get_many": ("get", "true"), "get_into_many": ("get", "true"), "get_digests": ("get", "length"),
+    "get_digest_at_owner": ("get", "length"), "get_into_many_at_owner": ("get", "true"),
     "get_mixed": ("get", "length"), "get_ranges": ("get", "true"), "get_ranges_many": ("get", "true"),
     "exists": ("exists", "true"), "exists_digest": ("exists", "true"), "exists_many": ("exists", "true"),
     "exists_digests": ("exists", "true"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import itertools
@@ -266,6 +267,121 @@ def test_a_generation_that_nobody_knows_any_more_hides_what_was_stored(client: F
     assert not has(one, client, "k"), "the larger one wins"
 
 
+def once(
+    client: FakeClient, name: str, act: Callable[[], object], *, after: bool, skip: int = 0, more: bool = False
+) -> None:
+    """Do something before or after a call of a client, the first one but ``skip``; with ``more`` at each from then on.
+
+    What it calls itself does not count.
+    """
+    call = getattr(client, name)
+
+    def hooked(*given: Any) -> Any:
+        nonlocal skip
+        if skip:
+            skip -= 1
+            return call(*given)
+        setattr(client, name, call)
+        if not after:
+            act()
+        got = call(*given)
+        if after:
+            act()
+        if more:
+            setattr(client, name, hooked)
+        return got
+
+    setattr(client, name, hooked)
+
+
+@pytest.fixture
+def twice(store: FakeStore) -> Iterator[Callable[..., list[tuple[FakeClient, Keyspace]]]]:
+    """Make two engines of one scope, each with a client of its own, that know the same generation."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> list[tuple[FakeClient, Keyspace]]:
+            clients = [stack.enter_context(FakeClient(store=store, **options)) for _ in range(2)]
+            both = [(client, Keyspace(client, "a")) for client in clients]
+            assert len({keys.generation() for _, keys in both}) == 1
+            return both
+
+        yield make
+
+
+def test_a_flush_is_not_undone_by_what_looks_between_its_delete_and_its_put(twice: Any) -> None:
+    """With two copies. The other engine found none, stored the old one, and the flush's put left that alone."""
+    (client, one), (_, other) = twice(replicas=2)
+    assert put(one, client, "k") and has(other, client, "k")
+    once(client, "delete_digests", other.generation, after=True)
+    assert one.flush()
+    assert not has(other, client, "k") and not has(Keyspace(client, "a"), client, "k")
+
+
+def test_a_flush_that_is_undone_each_time_does_not_say_that_others_see_it(twice: Any) -> None:
+    (client, one), (_, other) = twice(replicas=2)
+    assert put(one, client, "k")
+    plain = client.delete_digests
+    once(client, "delete_digests", other.generation, after=True, more=True)
+    assert not one.flush()
+    client.delete_digests = plain
+    assert not has(one, client, "k"), "it holds for the keyspace itself"
+    assert not has(other, client, "k"), "which has stored it"
+
+
+@pytest.mark.parametrize("options", [{}, {"put_if_absent": True}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("when", ["first look", "second look", "put"])
+def test_a_lost_generation_is_not_stored_over_the_next_one(twice: Any, options: dict[str, Any], when: str) -> None:
+    """A flush stores the next one while another engine is about to store the lost one again."""
+    (client, one), (restoring, other) = twice(**options)
+    assert put(one, client, "k")
+    client.delete_digests([one._key])
+    if when == "put":
+        once(restoring, "put_digests", one.flush, after=False)
+    else:
+        once(restoring, "get_digest", one.flush, after=True, skip=int(when == "second look"))
+    assert not has(other, client, "k")
+    assert not has(Keyspace(client, "a"), client, "k"), "nor for one that starts later"
+
+
+def test_a_pause_is_made_once_for_a_generation_that_is_lost(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    stand_in = SimpleNamespace(monotonic=time.monotonic, time_ns=time.time_ns, sleep=slept.append)
+    monkeypatch.setattr(keyspace, "time", stand_in)
+    one = Keyspace(client, "a")
+    assert one.generation() == one.generation() and slept == [], "none before the first one"
+    client.delete_digests([one._key])
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "put_digests", lambda *_: [Status.NO_SPACE])
+        for _ in range(5):
+            assert one.generation() is not None and len(slept) == 1, "however long it cannot be stored"
+    assert one.generation() == Keyspace(client, "a").generation() and len(slept) == 1
+    client.delete_digests([one._key])
+    assert one.generation() == Keyspace(client, "a").generation() and slept == [keyspace._PAUSE_S] * 2
+
+
+def test_nothing_is_put_where_an_old_copy_may_be_left(store: FakeStore) -> None:
+    with FakeClient(store=store, replicas=2) as client:
+        digests = [client.digest(key) for key in "abc"]
+        assert keyspace.replace(client, digests, [memoryview(b"old")] * 3) == [Status.OK] * 3
+        plain = client.delete_digests
+
+        def partly(given: Any) -> list[int]:
+            return [*plain(given[:1]), Status.UNAVAILABLE, *plain(given[2:])]
+
+        client.delete_digests = partly  # type: ignore[method-assign, assignment]
+        assert keyspace.replace(client, digests, [memoryview(b"new")] * 3) == [Status.OK, Status.UNAVAILABLE, Status.OK]
+        assert client.get_many([*"abc"]) == [b"new", b"old", b"new"]
+        store.fail(1, operation="delete")
+        client.delete_digests = plain  # type: ignore[method-assign]
+        assert keyspace.replace(client, digests, [memoryview(b"3rd")] * 3) == [Status.UNAVAILABLE] * 3
+        one = Keyspace(client, "a")
+        assert put(one, client, "k")
+        store.fail(1, operation="delete")
+        assert not one.flush() and not has(one, client, "k")
+
+
 def test_a_flush_that_cannot_be_stored_holds_for_the_keyspace_itself(client: FakeClient, store: FakeStore) -> None:
     one, other = Keyspace(client, "a"), Keyspace(client, "a")
     assert put(one, client, "k") and has(other, client, "k")
@@ -315,7 +431,7 @@ def test_a_generation_costs_no_second_deadline(
 ) -> None:
     """Whoever has waited in vain for half of one has a miss. A server that is slow only has answered."""
     clock = Clock()
-    monkeypatch.setattr(keyspace, "time", SimpleNamespace(monotonic=clock, time_ns=time.time_ns))
+    monkeypatch.setattr(keyspace, "time", SimpleNamespace(monotonic=clock, time_ns=time.time_ns, sleep=clock.sleep))
     with Slow(clock, read_s, put_s) as client:
         client.mended = mended
         one, began = Keyspace(client, "a"), clock()

@@ -172,7 +172,7 @@ def test_of_two_that_register_at_once_none_is_lost() -> None:
     mine = Scheme("m", "lmcache", 256)
 
     class Late:
-        get_into_many = staticmethod(client.get_into_many)
+        get_into_many_at_owner = staticmethod(client.get_into_many_at_owner)
         puts = 0
 
         def put(self, key: str, value: Any) -> bool:

@@ -69,6 +69,7 @@ OTHERS: Final = {
     "begin", "deregister", "digest", "in_thread", "local", "mapped", "owned", "prepare_ranges", "register", "stats",
     "trace", "wait_ready",
     "delete_digests", "delete_sized", "exists_digest", "exists_digests", "get_digest", "get_digests", "get_mixed",
+    "get_digest_at_owner", "get_into_many_at_owner",
     "keep_digests", "load_ms_digests", "prefetch_digests", "put_digest", "put_digests", "put_mixed",
 }  # fmt: skip
 #: No promise by this path, and why: ``advance`` asks the manager alone, and near copies are made on the reader's host.
