@@ -228,7 +228,11 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
                 expected = self._expected[isinstance(key, LayerCacheEngineKey)]
                 obj = self._backend.allocate(*expected, busy_loop=False) if expected is not None else None
                 if obj is not None:
-                    slots[at] = obj, self._arena.slot(obj)
+                    try:
+                        slots[at] = obj, self._arena.slot(obj)
+                    except UsageError:  # a full chunk is more than a value, but a part of one may be stored
+                        obj.ref_count_down()
+                        odd.append(at)
                 elif expected is None:
                     odd.append(at)
                 else:
@@ -330,8 +334,8 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         good = []
         for at, obj in enumerate(objs):
             if too_large(obj):
-                self._complain("large", "a chunk of %d bytes is too large for one value (%d bytes): make chunk_size "
-                               "smaller", obj.get_size(), VALUE_BYTES_MAX)  # fmt: skip
+                self._complain("large", "a chunk of %d bytes, with its layout, is too large for one value (%d bytes): "
+                               "make chunk_size smaller", obj.get_size(), VALUE_BYTES_MAX)  # fmt: skip
             else:
                 good.append(at)
         if not good:

@@ -27,6 +27,7 @@ there, nothing uses its objects any more.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -174,8 +175,8 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         missing = [at for at, known in enumerate(there) if not known]
         fits = [at for at in missing if not too_large(objects[at])]
         if len(fits) < len(missing):
-            self._complain("large", "%d objects have more than the %d bytes of a value: make --chunk-size smaller",
-                           len(missing) - len(fits), VALUE_BYTES_MAX)  # fmt: skip
+            self._complain("large", "%d objects have, with their layouts, more than the %d bytes of a value: make "
+                           "--chunk-size smaller", len(missing) - len(fits), VALUE_BYTES_MAX)  # fmt: skip
         sources = [self._arena.source(objects[at]) for at in fits]
         statuses = self._client.put_digests([digests[at] for at in fits], sources) if fits else []
         good = [at for at, status in zip(fits, statuses) if status == Status.OK]
@@ -275,7 +276,10 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
         bits = Bitmap(len(keys))
         names = self._names(keys)
-        slots = [self._arena.slot(each) for each in objects]
+        slots: dict[int, Slot] = {}
+        for at, each in enumerate(objects):
+            with contextlib.suppress(UsageError):  # more than a value: none is stored
+                slots[at] = self._arena.slot(each)
         with self._lock:
             locks = [self._locked[name][0] if name in self._locked else None for name in names]
             # They may be another request's, and unlocked by it meanwhile: this load keeps them until it has read.
@@ -296,12 +300,13 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         return bits
 
     def _read_all(
-        self, locks: Sequence[tuple[_Held, int] | None], names: Sequence[str], slots: Sequence[Slot]
+        self, locks: Sequence[tuple[_Held, int] | None], names: Sequence[str], slots: Mapping[int, Slot]
     ) -> tuple[list[int], dict[str, int]]:
         """Read values; return the places of those that were read, and the lengths of those that have another layout."""
         foreign: dict[str, int] = {}
         groups: dict[_Held | None, list[int]] = {}
-        for at, lock in enumerate(locks):
+        for at in slots:
+            lock = locks[at]
             groups.setdefault(lock[0] if lock is not None else None, []).append(at)
         good: list[int] = []
         for held, places in groups.items():
@@ -314,7 +319,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _read(
         self, held: _Held | None, places: list[int], locks: Sequence[tuple[_Held, int] | None], names: Sequence[str],
-        slots: Sequence[Slot],
+        slots: Mapping[int, Slot],
     ) -> list[tuple[int, Any]]:  # fmt: skip
         """Read values that one lookup holds, or that none does; return for each its place and what came of it."""
         if held is None:

@@ -26,6 +26,8 @@ from .keyspace import identity
 #: Length of the text, form, magic: "LMSM".
 _FOOTER: Final = struct.Struct("<HHI")
 _MAGIC: Final = 0x4D534D4C
+#: Bytes of the longest trailer.
+_TRAILER_MAX: Final = 0xFFFF + _FOOTER.size
 #: Raised when the trailer changes.
 _FORM: Final = 1
 _TEXT: Final = re.compile(r"[A-Z0-9_]{1,32}(\|[a-z0-9_]{1,32}:[0-9]{1,12}(,[0-9]{1,12}){0,7}){1,1024}")
@@ -141,8 +143,9 @@ def length_of(got: Any) -> int:
 
 
 def too_large(obj: Any) -> bool:
-    """Return whether an object's bytes alone are more than a value may have."""
-    return bool(obj.get_size() > VALUE_BYTES_MAX)
+    """Return whether an object's bytes and trailer are more than a value may have. O(1), O(groups) near the bound."""
+    room = VALUE_BYTES_MAX - obj.get_size()
+    return bool(room < _TRAILER_MAX and room < len(Layout.of_object(obj).trailer()))
 
 
 def reachable(client: Client) -> bool:

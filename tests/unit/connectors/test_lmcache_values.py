@@ -176,7 +176,11 @@ def test_healthy_is_a_worker_or_a_manager(stats: dict[str, Any], expected: bool)
     assert reachable(SimpleNamespace(stats=lambda: stats)) is expected  # type: ignore[arg-type]
 
 
-def test_too_large_is_more_than_a_value_may_have() -> None:
-    limit = lmcache_values.VALUE_BYTES_MAX
-    assert not lmcache_values.too_large(SimpleNamespace(get_size=lambda: limit))
-    assert lmcache_values.too_large(SimpleNamespace(get_size=lambda: limit + 1))
+@pytest.mark.parametrize("groups", [1, 40])
+def test_too_large_is_more_than_a_value_may_have_with_the_trailer(groups: int) -> None:
+    obj = room((2, 3))
+    obj.metadata = SimpleNamespace(dtypes=["torch.uint8"] * groups, shapes=[(7, 8)] * groups)
+    limit = lmcache_values.VALUE_BYTES_MAX - len(Layout.of_object(obj).trailer())
+    for size, expected in ((1, False), (limit, False), (limit + 1, True), (lmcache_values.VALUE_BYTES_MAX + 1, True)):
+        obj.get_size = lambda size=size: size  # type: ignore[method-assign, misc]
+        assert lmcache_values.too_large(obj) is expected
