@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -15,6 +16,7 @@ from ...arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ...arena.reader import ArenaReader, Unsettled
 from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ...errors import PeerError
+from ...host import fork
 from ...host.buffers import Copier
 from ...ipc.patience import Patience
 from ...ipc.steps import Steps, finish
@@ -61,6 +63,12 @@ class Pinner:
         self._replicas = replicas
         self._deadline_s = deadline_s
         self._made: weakref.WeakSet[Pins] = weakref.WeakSet()
+        self._begin()
+        fork.in_child(self._begin)
+
+    def _begin(self) -> None:
+        """Make the lock, also in the child of a fork: nobody can iterate over what another thread adds to."""
+        self._lock = threading.Lock()
 
     def pin(self, keys: Sequence[str], digests: Sequence[bytes]) -> Pins:
         """Return the values of these keys, held from now on. O(keys), and an exchange with each worker for 1,024."""
@@ -75,7 +83,8 @@ class Pinner:
         missed = len(digests) - held - len(pins.parted)
         self.counters["hits"] += held
         self.counters["misses"] += missed
-        self._made.add(pins)
+        with self._lock:
+            self._made.add(pins)
         return pins
 
     def _find(self, pins: Pins, digests: Sequence[bytes]) -> None:
@@ -92,7 +101,9 @@ class Pinner:
 
     def release_all(self) -> None:
         """Release what was pinned, as the client ends: at all servers within one deadline."""
-        end_together([holder for pins in list(self._made) for holder in pins.give_up()], self._deadline_s)
+        with self._lock:
+            made = list(self._made)
+        end_together([holder for pins in made for holder in pins.give_up()], self._deadline_s)
 
     def _hold(self, batch: _PinBatch) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from simm.sdk.ops.remote_pins import RemotePins
 from simm.sdk.tcp import TcpPath
+from simm.testing import FakeClient
 from simm.wire import messages as M
 from tests.support.cluster_clients import KEYS, full, value_of
 from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.iterated import AddedTo, AskedFor
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_retired")
@@ -92,6 +95,29 @@ def test_all_servers_are_told_before_any_answer_is_waited_for(
     assert len({until for name, until in calls if name == "begin"}) == 1
     for node in cluster.nodes:
         wait_until(lambda: node.stream.stream.leases.keys == 0, "the values are released")  # noqa: B023
+
+
+def test_close_while_another_thread_pins() -> None:
+    """Its list of pins changed under the iteration, and RuntimeError went to the engine."""
+    client = FakeClient()
+    assert client.put("k", b"value")
+    held = [client.pin(["k"]) for _ in range(3)]
+    pinner, lock = client._pinner, AskedFor()
+    made = AddedTo(held, lock, lambda: held.append(client.pin(["k"])))
+    pinner._made, pinner._lock = made, lock  # type: ignore[assignment]
+    pinner.release_all()
+    assert made.joined() and len(held) == 4 and len(made) == 4
+    assert ["released" in repr(each) for each in held] == [True, True, True, False], "the last one came after"
+    client.close()
+    assert all("released" in repr(each) for each in held)
+
+
+def test_a_child_that_was_forked_while_another_thread_pinned_closes() -> None:
+    with FakeClient() as client, client._pinner._lock:
+        pid = os.fork()
+        if not pid:
+            os._exit(client._pinner._lock.locked())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_all_queued_pins_are_released_at_once(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
