@@ -47,17 +47,12 @@ from .errors import CorruptionError, UsageError
 ALIGN_SHIFT: Final = CHUNK_ALIGN_BYTES.bit_length() - 1
 
 
-def _class_sizes() -> list[int]:
-    sizes = list(range(CHUNK_ALIGN_BYTES, 16 * CHUNK_ALIGN_BYTES + 1, CHUNK_ALIGN_BYTES))
-    base = sizes[-1]
-    while base < SLAB_CHUNK_BYTES_MAX:
-        sizes.extend(base + step * (base // 16) for step in range(1, 17))
-        base *= 2
-    return sizes
-
-
+_BASES = [16 * CHUNK_ALIGN_BYTES << doublings for doublings in range(7)]
 #: Chunk size of each slab class, in bytes, ascending.
-CHUNK_SIZES: Final[tuple[int, ...]] = tuple(_class_sizes())
+CHUNK_SIZES: Final[tuple[int, ...]] = (
+    *range(CHUNK_ALIGN_BYTES, _BASES[0] + 1, CHUNK_ALIGN_BYTES),
+    *(base + step * (base // 16) for base in _BASES for step in range(1, 17)),
+)
 #: The group of all values too large for a slab. Slab classes are groups 0 to LARGE_GROUP - 1.
 LARGE_GROUP: Final = len(CHUNK_SIZES)
 GROUPS: Final = LARGE_GROUP + 1
@@ -277,6 +272,16 @@ class Allocator:
             self._tail_bytes -= SLAB_BYTES - slab.count * chunk
         return slot
 
+    def free_slab(self, base: int) -> None:
+        """Free all chunks of the slab at ``base``, and its room for all classes, as `free` does for each. O(1)."""
+        slab = self._slab_based(base)
+        if slab.used:
+            self._used[slab.group] -= slab.used
+            self._tail_bytes -= SLAB_BYTES - slab.count * slab.chunk
+            self._empty[base] = slab
+        self._dissolve(slab)
+        self._extents.add(base, SLAB_BYTES)
+
     def set_owner(self, offset: int, slot: int) -> int:
         """Set the owner of an allocated chunk (NO_SLOT: none), and return the chunk's group. O(1).
 
@@ -315,9 +320,7 @@ class Allocator:
     def owner(self, offset: int) -> int:
         """Return the owner of the allocated chunk at ``offset``: a slot, or NO_SLOT. O(1)."""
         slab = self._slab_at(offset)
-        if slab is None:
-            return self._extents.owner(offset)
-        return self._word(slab, offset)
+        return self._extents.owner(offset) if slab is None else self._word(slab, offset)
 
     def chunk_bytes(self, offset: int) -> int:
         """Return the bytes of the allocated chunk at ``offset``. O(1)."""
@@ -357,8 +360,7 @@ class Allocator:
         """Return the span that ends at ``boundary``, which is not 0. O(1). `CorruptionError` if none does."""
         if self._masks is not None:
             self._build_free_lists()
-        start = self._extents.ends.get(boundary)
-        return self.span_at(boundary - SLAB_BYTES if start is None else start)
+        return self.span_at(self._extents.ends.get(boundary, boundary - SLAB_BYTES))
 
     def boundary_before(self, at: int) -> int:
         """Return the last boundary at or before ``at``, whole pages below the size. O(pages between)."""
@@ -592,8 +594,7 @@ class Allocator:
             self._build_free_lists()
         start = self._extents.allocate(size)
         if start < 0 and self._empty:
-            for slab in list(self._empty.values()):
-                self._dissolve(slab)
-                self._extents.add(slab.base, SLAB_BYTES)
+            for base in list(self._empty):
+                self.free_slab(base)
             start = self._extents.allocate(size)
         return start

@@ -23,16 +23,21 @@ it is fresh.
 A large value, and a new slab among large values, need a window: an address range of the bytes needed (for a slab, an
 aligned 2 MiB) in which everything can be evicted. A window consists of whole spans (`simm.slab.Span`), as a slab in it
 goes as a whole, and so does a large value that it touches. Its cost is its bytes in use by their age; its age is
-`typical` of all its entries. The caller tells which spans may be evicted. Nothing is changed here.
+`typical` of all its entries. Of windows that cost about the same the one with the fewest entries goes, as each takes
+the worker time. The caller tells which spans may be evicted. Nothing is changed here.
+
+Windows are sought around anchors, oldest entries first. One request examines no more than a bounded number of spans for
+that, whatever the classes and the anchors are. What was found to be fenced in is remembered until the clock has moved
+by a 256th of the region, so that the next request goes on where this one ended.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
-from typing import Final
+from itertools import accumulate, islice
+from typing import Final, TypeVar
 
 from simm.arena.queues import Policy
 from simm.constants import SLAB_BYTES
@@ -49,14 +54,19 @@ YOUNG: Final = 16
 LOSS: Final = 8
 #: Slabs that one call examines.
 LOOKS_MAX: Final = 64
-#: What one search of the region examines at most, in chunks of slabs; and for how many a span counts beside its own.
-#: So a search that is in vain takes milliseconds in a region of any size.
+#: What one search of the region examines at most, and all searches around anchors of one request together, in chunks of
+#: slabs; and for how many a span counts beside its own. So one in vain takes milliseconds in a region of any size.
 SEARCH_CHUNKS_MAX: Final = 1 << 16
 SPAN_CHUNKS: Final = 64
+#: Victims of one group around which windows are compared, and how many are tried for that: some are fenced in.
+ANCHORS_MAX: Final = 4
+TRIED_MAX: Final = 64
 #: Entries of its own size class that the last resort passes by at most, beside held ones.
 USED_MAX: Final = 4096
 #: Later than all clocks.
 NEVER: Final = 1 << 63
+
+_T = TypeVar("_T")
 
 
 def typical(ages: list[int]) -> int:
@@ -73,6 +83,16 @@ def typical(ages: list[int]) -> int:
 def coarse(since: int, clock: int) -> int:
     """Return ``since`` for an age that is a sixteenth younger: the error bound of the comparison."""
     return since + (clock - since) // COARSE
+
+
+def with_fewest(found: Iterable[tuple[float, int, _T]]) -> _T:
+    """Return what has the fewest entries of what costs about as little as the cheapest. O(n).
+
+    ``found``, which is not empty: (cost, entries, what). A sixteenth more is about as little.
+    """
+    some = list(found)
+    most = min(cost for cost, _, _ in some) * (1 + 1 / COARSE)
+    return min((each for each in some if each[0] <= most), key=lambda each: (each[1], each[0]))[2]
 
 
 class Coldest:
@@ -222,18 +242,125 @@ class Coldest:
                 del self._heaps[group]
 
 
+class Fenced:
+    """Address ranges around which there is no window, as far as one remembers. O(log ranges), one memory move each."""
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._until = 0
+        self._starts: list[int] = []
+        #: By start: the range's end, and the bytes of which it has no window.
+        self._ranges: dict[int, tuple[int, int]] = {}
+        #: No anchor at all has a window of so many bytes.
+        self.least = NEVER
+
+    def forget_at(self, clock: int) -> None:
+        """Forget everything if the clock has moved by the span since the last time."""
+        if clock > self._until:
+            self._until = clock + self._span
+            self._starts.clear()
+            self._ranges.clear()
+            self.least = NEVER
+
+    def note(self, start: int, end: int, need: int) -> None:
+        """Note that nothing between ``start`` and ``end`` is part of a window of ``need`` bytes or more."""
+        if start not in self._ranges:
+            insort(self._starts, start)
+        self._ranges[start] = end, need
+
+    def has(self, offset: int, need: int) -> bool:
+        """Return True if the place at ``offset`` is known to be part of no window of ``need`` bytes."""
+        place = bisect_right(self._starts, offset)
+        if not place:
+            return False
+        end, least = self._ranges[self._starts[place - 1]]
+        return offset < end and need >= least
+
+
 class Windows:
-    """Windows in the region of an allocator. Reading an entry's age notes its visit (`Policy.look`)."""
+    """Windows in the region of an allocator. Reading an entry's age notes its visit (`Policy.look`).
+
+    ``offsets``: of each slot's chunk. ``is_held(slot)`` tells which entries are no anchors, ``evictable(span)`` what
+    may be part of a window.
+    """
 
     def __init__(
-        self, allocator: Allocator, policy: Policy, coldest: Coldest, evictable: Callable[[Span], bool]
-    ) -> None:
+        self, allocator: Allocator, policy: Policy, coldest: Coldest, evictable: Callable[[Span], bool],
+        offsets: Sequence[int], is_held: Callable[[int], bool],
+    ) -> None:  # fmt: skip
         self._allocator = allocator
         self._policy = policy
         self._coldest = coldest
         self._evictable = evictable
+        self._offsets = offsets
+        self._is_held = is_held
         #: Where the last search has ended, by the bytes of the window, 0 for a slab, and whether soft ones may go.
         self._ends: dict[tuple[int, bool], int] = {}
+        #: What searches around anchors may still examine for this request.
+        self._left = 0
+        #: By whether a slab is sought, and whether what is fresh is spared.
+        self._fenced = {(slab, fresh): Fenced(policy.period // 4) for slab in (False, True) for fresh in (False, True)}
+
+    def begin(self) -> None:
+        """Begin a request: searches around anchors may examine `SEARCH_CHUNKS_MAX` from now on."""
+        self._left = SEARCH_CHUNKS_MAX
+
+    @property
+    def exhausted(self) -> bool:
+        """Return True if this request's searches around anchors have ended before all was examined."""
+        return self._left <= 0
+
+    def may_have(self, need: int) -> bool:
+        """Return False if no anchor is known to have a window of ``need`` bytes, or none may be examined. O(1)."""
+        return not self.exhausted and window_bytes(need) < self._fenced_for(need).least
+
+    def note_none(self, need: int) -> None:
+        """Note that no anchor has a window of ``need`` bytes, unless the request is exhausted. O(1)."""
+        if not self.exhausted:
+            self._fenced_for(need).least = window_bytes(need)
+
+    def _fenced_for(self, need: int) -> Fenced:
+        fenced = self._fenced[need <= _SMALL_MAX, self._policy.sparing]
+        fenced.forget_at(self._policy.clock)
+        return fenced
+
+    def around_oldest(self, first: int, group: int, need: int, limit: int) -> tuple[int, list[Span], int, int]:
+        """Return the coldest window around the group's oldest entries: its since, its spans, and two clocks.
+
+        (``limit``, no spans) if none is colder than ``limit``. No later window of the group has an earlier since than
+        the first clock, but for those that are fenced in now: they are to be looked at again at the second, when one is
+        a sixteenth older. ``first``: the group's victim, which is tried first; -1 without one.
+        """
+        policy, offsets = self._policy, self._offsets
+        clock = bound = policy.clock
+        again = NEVER
+        best: tuple[int, list[Span]] = limit, []
+        tried: set[int] = set()
+        anchors = [first, *(slot for slot in islice(policy.slots(group), TRIED_MAX) if slot != first)]
+        found = 0
+        for slot in anchors:
+            if slot < 0 or self._is_held(slot):
+                continue
+            if found == ANCHORS_MAX:
+                break
+            since = policy.since(slot)
+            if since >= best[0]:
+                bound = min(bound, since)
+                break
+            self._left -= 1
+            span = self._allocator.span_of(offsets[slot])
+            if span.offset in tried:
+                continue
+            tried.add(span.offset)
+            if window := self.around(span, need):
+                found += 1
+                since = self.since(window)
+                if since < best[0]:
+                    best = since, window
+                bound = min(bound, since)
+            else:
+                again = min(again, clock + 1 + (clock - since) // 16)
+        return *best, bound, again
 
     def cost(self, span: Span) -> float:
         """Return the cost of evicting ``span``: its bytes in use by their age; for a slab, the age of a sample."""
@@ -246,46 +373,74 @@ class Windows:
             return 0.0
         return self._allocator.used_of_slab(span.offset) * CHUNK_SIZES[span.detail] / (1 + typical(ages))
 
+    def entries(self, spans: Iterable[Span]) -> int:
+        """Return the number of entries in ``spans``, each of which is evictable. O(spans)."""
+        return sum(self._entries(span) for span in spans)
+
+    def _entries(self, span: Span) -> int:
+        return self._allocator.used_of_slab(span.offset) if span.kind == SLAB else int(span.kind == LARGE)
+
     def around(self, anchor: Span, need: int) -> list[Span]:
         """Return the spans in use of a window of ``need`` bytes around ``anchor``, none if it is fenced in.
 
         For a slab that is the coldest aligned 2 MiB that the anchor touches. For a large value it is the cheapest
-        window in reach.
+        window in reach. None also if this request has examined all that it may, or the anchor was fenced in lately.
         """
-        run = self._run_around(anchor, need)
+        fenced, least = self._fenced_for(need), window_bytes(need)
+        if self._left <= 0 or fenced.has(anchor.offset, least):
+            return []
+        if not self._examine(anchor):
+            fenced.note(anchor.offset, anchor.offset + anchor.size, 0)
+            return []
         if need > _SMALL_MAX:
-            start = self._cheapest(run, need)
-            return self.spans(run[0].offset, start, need) if start >= 0 else []
+            run = self._run_around(anchor, need)
+            if (start := self._cheapest(run, need)) >= 0:
+                return self.spans(run[0].offset, start, need)
+            # It is too short for its other anchors too.
+            fenced.note(run[0].offset, run[-1].offset + run[-1].size, need)
+            return []
+        if anchor.kind == SLAB:
+            return [anchor]
+        run = self._run_around(anchor, need)
         best: list[Span] = []
         coldest = NEVER
         first, last = anchor.offset & -SLAB_BYTES, (anchor.offset + anchor.size - 1) & -SLAB_BYTES
         for base in sorted({first, min(first + SLAB_BYTES, last), last}):  # those between equal the second
-            if run and run[0].offset <= base and base + SLAB_BYTES <= run[-1].offset + run[-1].size:
+            if run[0].offset <= base and base + SLAB_BYTES <= run[-1].offset + run[-1].size:
                 window = self.spans(max(span.offset for span in run if span.offset <= base), base, need)
                 since = self.since(window)
                 if since < coldest:
                     best, coldest = window, since
+        if not best and self._left > 0:
+            fenced.note(anchor.offset, anchor.offset + anchor.size, 0)
         return best
 
+    def _examine(self, span: Span) -> bool:
+        """Return whether ``span`` is evictable. It counts for what the request may examine."""
+        self._left -= _chunks(span)
+        return self._evictable(span)
+
     def _run_around(self, anchor: Span, need: int) -> list[Span]:
-        """Return the evictable spans around ``anchor``, on both sides as far as a window of ``need`` bytes reaches."""
+        """Return the evictable spans around ``anchor``, on both sides as far as a window of ``need`` bytes reaches.
+
+        The anchor is one of them. If this request has examined all that it may, as far as is enough for one window.
+        """
         allocator = self._allocator
         reach = window_bytes(need)
-        if not self._evictable(anchor):
-            return []
         left: list[Span] = []
         start = anchor.offset
         while start > 0 and start > anchor.offset - reach:
             span = allocator.span_before(start)
-            if not self._evictable(span):
+            if not self._examine(span):
                 break
             left.append(span)
             start = span.offset
         spans = [*reversed(left), anchor]
         end = anchor.offset + anchor.size
-        while end < allocator.size and end < anchor.offset + anchor.size + reach:
+        stop = min(anchor.offset + anchor.size + reach, allocator.size)
+        while end < stop and (self._left > 0 or end - start < reach):
             span = allocator.span_at(end)
-            if not self._evictable(span):
+            if not self._examine(span):
                 break
             spans.append(span)
             end += span.size
@@ -297,14 +452,17 @@ class Windows:
         It is a span's start, as a window from within a span costs that span too.
         """
         starts = [span.offset for span in run]
+        end = run[-1].offset + run[-1].size
+        if end - starts[0] < need:
+            return -1
         sums = [0.0, *accumulate(map(self.cost, run))]
-        end = run[-1].offset + run[-1].size if run else 0
-        costs = [
-            (sums[bisect_left(starts, start + need)] - sums[place], start)
-            for place, start in enumerate(starts)
-            if start + need <= end
-        ]
-        return min(costs)[1] if costs else -1
+        counts = [0, *accumulate(map(self._entries, run))]
+        costs = []
+        for place, start in enumerate(starts):
+            if start + need <= end:
+                stop = bisect_left(starts, start + need)
+                costs.append((sums[stop] - sums[place], counts[stop] - counts[place], start))
+        return with_fewest(costs)
 
     def search(self, need: int, *, soft: bool = False) -> tuple[list[Span] | None, int]:
         """Return the spans in use of a window of ``need`` bytes, None if none was found, and the bytes examined.
@@ -324,7 +482,7 @@ class Windows:
             span = allocator.span_at(boundary)
             boundary = span.offset + span.size
             examined += span.size
-            left -= SPAN_CHUNKS + (CHUNKS_PER_SLAB[span.detail] if span.kind == SLAB else 0)
+            left -= _chunks(span)
             if self._evictable(span):
                 start = begin if need > _SMALL_MAX else -(-begin // SLAB_BYTES) * SLAB_BYTES
                 if start + window_bytes(need) <= boundary:
@@ -371,6 +529,11 @@ class Windows:
             else:
                 slots += [owner for _, owner in self._allocator.chunks_of_slab(span.offset)]
         return slots
+
+
+def _chunks(span: Span) -> int:
+    """Return for how many chunks it counts to examine ``span``."""
+    return SPAN_CHUNKS + (CHUNKS_PER_SLAB[span.detail] if span.kind == SLAB else 0)
 
 
 def window_bytes(need: int) -> int:

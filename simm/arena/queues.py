@@ -284,6 +284,23 @@ class Policy(ABC):
         if self._hands[queue] == slot:
             self._hands[queue] = newer
 
+    def remove_many(self, slots: Sequence[int]) -> None:
+        """Do `remove` for many. If one is refused, those before it are out. O(1) each."""
+        queues, sizes, hands, prev, following = self._queue, self._sizes, self._hands, self._prev, self._next
+        most = self._slots
+        for slot in slots:
+            queue = queues[slot] if 0 <= slot < most else _NOWHERE
+            if queue == _NOWHERE:
+                raise CorruptionError(f"slot {slot} is removed, but was not inserted")
+            queues[slot] = _NOWHERE
+            sizes[queue] -= 1
+            newer = prev[slot]
+            older = following[slot]
+            following[newer] = older
+            prev[older] = newer
+            if hands[queue] == slot:
+                hands[queue] = newer
+
     def replaced(self, slot: int, weight: int = 1) -> None:
         """Note a new value of the same group in ``slot``, which counts as its newest use. O(1)."""
         self._restamp(slot, weight)

@@ -14,13 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..constants import CHUNK_ALIGN_BYTES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
-from ..slab import ALIGN_SHIFT, CHUNK_SIZES, CLASS_TABLE, LARGE_GROUP
+from ..errors import CorruptionError
+from ..slab import ALIGN_SHIFT, CHUNK_SIZES, CLASS_TABLE, LARGE_GROUP, Allocator
 
 _Numbers = NDArray[np.int64]
 
 #: `CLASS_TABLE`, and the chunk size of each group, for numpy. The size of LARGE_GROUP stands for none.
 _CLASSES: Final = np.frombuffer(CLASS_TABLE, np.uint8).astype(np.int64)
 _SIZES: Final = np.array([*CHUNK_SIZES, SLAB_BYTES], np.int64)
+
+
+class LiveSlots(NamedTuple):
+    """Columns of :meth:`simm.table.Table.live`, one row per live slot."""
+
+    slots: NDArray[np.int64]
+    offsets: NDArray[np.uint64]
+    chunks: NDArray[np.uint32]
+    stored: NDArray[np.uint64]
+    namespaces: NDArray[np.uint16]
+
+    def only(self, mask: NDArray[np.bool_]) -> LiveSlots:
+        """Return the rows that ``mask`` marks."""
+        return LiveSlots(
+            self.slots[mask], self.offsets[mask], self.chunks[mask], self.stored[mask], self.namespaces[mask]
+        )
 
 
 class WholeSlab(NamedTuple):
@@ -61,6 +78,30 @@ def whole_slabs(offsets: _Numbers, sizes: _Numbers, region: int) -> Iterator[Who
     whole = np.logical_and.reduceat(sound, starts)
     for start, end in zip(starts[whole].tolist(), ends[whole].tolist()):
         yield WholeSlab(int(bases[start]), int(groups[start]), indices[start:end], order[start:end])
+
+
+def reserve_all(
+    allocator: Allocator, slots: _Numbers, offsets: _Numbers, sizes: _Numbers
+) -> tuple[NDArray[np.bool_], list[tuple[int, str]]]:
+    """Reserve the chunks of recovered entries for their slots. Return a mask of those, and (slot, reason) of others.
+
+    O(n log n), by numpy but for large values.
+    """
+    done = np.zeros(len(slots), bool)
+    for slab in whole_slabs(offsets, sizes, allocator.size):
+        if allocator.reserve_slab(slab.base, slab.group, slab.indices, slots[slab.rows]):
+            done[slab.rows] = True
+    refused = []
+    for at in np.flatnonzero(~done).tolist():
+        slot, offset = int(slots[at]), int(offsets[at])
+        try:
+            allocator.reserve(offset, int(sizes[at]))
+        except CorruptionError as exc:
+            refused.append((slot, str(exc)))
+            continue
+        allocator.set_owner(offset, slot)
+        done[at] = True
+    return done, refused
 
 
 def overlapping(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32]) -> NDArray[np.bool_]:

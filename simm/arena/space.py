@@ -14,7 +14,8 @@ near copies of the size class (`simm.arena.marks`), and else
    evicted, as a large value needs neighbours that are free together. It is sought around *anchors*: the oldest large
    values, and the coldest slab of each class. Of the windows older than the own victim, the one that loses least goes,
    in bytes per age. A slab in it goes as a whole.
-3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced.
+3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced. All that is examined
+   around anchors for one call is bounded, and what was fenced in is remembered for a 256th of the region.
 4. *Any window.* If pins and grants fence all those, the group's entries are searched, then the region, a part at a
    time: each search goes on where the last one ended (`Windows.search`). So a PUT fails only if its value is larger
    than the region, or what it needs is held, granted or hard kept in all that one search examines. If that is so in
@@ -25,8 +26,9 @@ The first three spare what was just put (`simm.arena.queues`), so that a prompt 
 is fenced in, by pins, grants or by what is fresh, they are done again without sparing anything; and for a 256th of the
 region the search that spares is not repeated, as it would be in vain at every put.
 
-Evicting a slab takes one callback per entry, 512 for 4 KiB. The callback re-enters `release`, and nothing else. The own
-victims of a batch go together instead, and their chunks are granted again without having been free.
+The own victims of a batch go together, and their chunks are granted again without having been free. The entries of a
+slab go together too, and its chunks are freed as one. Any other entry takes a callback, which re-enters `release`, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simm.arena.coldest import NEVER, USED_MAX, Coldest, Windows, coarse
+from simm.arena.coldest import ANCHORS_MAX, NEVER, USED_MAX, Coldest, Windows, coarse, with_fewest
 from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Ghosts, Victims
 from simm.arena.eviction import change, make_policy
 from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
 from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
-from simm.arena.rebuild import groups_of, whole_slabs
+from simm.arena.rebuild import groups_of, reserve_all
 from simm.constants import KEEP_SHARES, NO_SLOT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import (
@@ -55,16 +57,13 @@ from simm.slab import (
     GROUPS,
     LARGE,
     LARGE_GROUP,
+    SLAB,
     SLOTS_MAX,
     Allocator,
     Span,
     chunk_bytes_for,
     class_of,
 )
-
-#: Victims of one group around which windows are compared, and how many are tried for that: some are fenced in.
-ANCHORS_MAX: Final = 4
-TRIED_MAX: Final = 64
 
 #: By group: the size of its chunks on the policy's clock; 0 for large values, which have any.
 _WEIGHTS: Final = (*(size >> ALIGN_SHIFT for size in CHUNK_SIZES), 0)
@@ -77,8 +76,8 @@ class Space:
 
     ``visited`` has a byte per slot (see `simm.arena.eviction`). ``evict(slot)`` must remove the entry from the table,
     and call `release` for its chunk, before it returns. ``evict_many(slots, offsets)`` must remove many entries, and
-    leave their chunks, which are granted next; without it `allocate_many` evicts one by one. Offsets are bytes from the
-    region's start. A call that contradicts the state raises `CorruptionError` and changes nothing.
+    leave their chunks, which are granted or freed next; without it they are evicted one by one. Offsets are bytes from
+    the region's start. A call that contradicts the state raises `CorruptionError` and changes nothing.
     """
 
     def __init__(
@@ -107,7 +106,10 @@ class Space:
         self._detached: set[int] = set()
         evictable = lambda base: self._evictable(self._allocator.span_at(base))  # noqa: E731
         self._coldest = Coldest(self._allocator, self._policy, evictable)
-        self._windows = Windows(self._allocator, self._policy, self._coldest, lambda span: self._evictable(span))
+        may_go = lambda span: self._evictable(span)  # noqa: E731
+        self._windows = Windows(
+            self._allocator, self._policy, self._coldest, may_go, self._offsets, lambda slot: self._is_held(slot)
+        )
         #: Per slab class: an own victim with this since, or an earlier one, is no younger than what other groups give.
         self._bounds = [-1] * GROUPS
         #: The same for large values, by the bits of their size.
@@ -146,11 +148,19 @@ class Space:
         offset = self._allocator.alloc(n)
         if offset >= 0:
             return offset
-        if self.spare is not None:  # what nobody can read goes first, a step: it may lie in slabs of all classes
-            if not self.spare():
-                self.spare = None
+        if self.spare is not None:
+            self._drop_spare()
             if (offset := self._allocator.alloc(n)) >= 0:
                 return offset
+        return self._allocate_evicting(n)
+
+    def _drop_spare(self) -> None:
+        """Drop what nobody can read before anything else, a step of it: it may lie in slabs of all classes."""
+        if self.spare is not None and not self.spare():
+            self.spare = None
+
+    def _allocate_evicting(self, n: int) -> int:
+        """Do `allocate` for what finds no free room."""
         if self.kept.near and (offset := self.kept.instead_of_near(n, self._evict_slot)) >= 0:
             return offset
         # The usual case in a full region: evict the class's own victim, and reuse its chunk.
@@ -165,18 +175,21 @@ class Space:
         return self._make_room(n)
 
     def allocate_many(self, n: int, count: int) -> list[int]:
-        """Return up to ``count`` chunks, as `allocate` does; fewer where it would return -1."""
+        """Return up to ``count`` chunks, as `allocate` does; fewer where it would return -1. `spare` is called once."""
         if count < 2:
             offset = self.allocate(n) if count == 1 else -1
             return [offset] if offset >= 0 else []
         offsets = self._allocator.alloc_many(n, count)
-        if len(offsets) < count and n <= SLAB_CHUNK_BYTES_MAX and not self.spare and class_of(n) not in self.kept.near:
-            self._reuse_own(n, offsets, count)
+        if len(offsets) < count and self.spare is not None:
+            self._drop_spare()
+            offsets += self._allocator.alloc_many(n, count - len(offsets))
         while len(offsets) < count:
-            offset = self.allocate(n)
-            if offset < 0:
+            if n <= SLAB_CHUNK_BYTES_MAX and class_of(n) not in self.kept.near:
+                self._reuse_own(n, offsets, count)
+            if len(offsets) == count or (offset := self._allocate_evicting(n)) < 0:
                 break
             offsets.append(offset)
+            offsets += self._allocator.alloc_many(n, count - len(offsets))
         return offsets
 
     def _reuse_own(self, n: int, offsets: list[int], count: int) -> None:
@@ -325,20 +338,7 @@ class Space:
         Those are (slot, reason) each. The slots are distinct and without a chunk. O(n log n), by numpy but for large
         values.
         """
-        done = np.zeros(len(slots), bool)
-        for slab in whole_slabs(offsets, sizes, self._allocator.size):
-            if self._allocator.reserve_slab(slab.base, slab.group, slab.indices, slots[slab.rows]):
-                done[slab.rows] = True
-        refused = []
-        for at in np.flatnonzero(~done).tolist():
-            slot, offset = int(slots[at]), int(offsets[at])
-            try:
-                self._allocator.reserve(offset, int(sizes[at]))
-            except CorruptionError as exc:
-                refused.append((slot, str(exc)))
-                continue
-            self._allocator.set_owner(offset, slot)
-            done[at] = True
+        done, refused = reserve_all(self._allocator, slots, offsets, sizes)
         np.frombuffer(self._offsets, np.int64)[slots[done]] = offsets[done]
         self._policy.insert_all(slots[done], groups_of(sizes[done]), sizes[done] >> ALIGN_SHIFT)
         self._known_full.clear()
@@ -407,10 +407,12 @@ class Space:
     def _evict_for(self, group: int, need: int) -> bool:
         """Evict what is not fresh; if all of that is fenced in, anything. Return False if nothing may be evicted."""
         policy = self._policy
+        self._windows.begin()
         if policy.clock >= self._crowded_until:
             if self._evict_coldest(group, need) or self._evict_around_any(need):
                 return True
-            self._crowded_until = policy.clock + self._period // 4
+            if not self._windows.exhausted:  # else the next call goes on
+                self._crowded_until = policy.clock + self._period // 4
         policy.sparing = False
         self._bounds[group] = -1
         self._large_bounds.clear()
@@ -452,8 +454,26 @@ class Space:
             raise CorruptionError(f"slot {slot} was evicted, but its chunk not released")
 
     def _evict_spans(self, spans: Iterable[Span], reason: str) -> None:
-        for slot in self._windows.slots(spans):
-            self._evict_slot(slot, reason)
+        """Evict all entries in evictable spans, those of a slab together, and free the slabs. O(entries)."""
+        for span in spans:
+            if span.kind == SLAB and self._evict_many is not None:
+                self._evict_slab(span, reason, self._evict_many)
+                continue
+            for slot in self._windows.slots((span,)):
+                self._evict_slot(slot, reason)
+
+    def _evict_slab(self, slab: Span, reason: str, evict_many: Callable[[list[int], list[int]], None]) -> None:
+        allocator, offsets, kept = self._allocator, self._offsets, self.kept
+        owners = allocator.owners_of_slab(slab.offset)
+        if slots := owners.tolist():
+            self.victims.many(slots, CHUNK_SIZES[slab.detail], reason)
+            evict_many(slots, self.offsets_of(owners).tolist())
+            for slot in slots if kept.entries else ():
+                kept.gone(slot)
+            self._policy.remove_many(slots)
+            for slot in slots:
+                offsets[slot] = -1
+        allocator.free_slab(slab.offset)
 
     def _evict_coldest(self, group: int, need: int) -> bool:
         """Evict the group's next victim, or what another group can give if that is older."""
@@ -501,14 +521,14 @@ class Space:
         offers = [allocator.span_at(base) for _, base in self._coldest.each(LARGE_GROUP, limit)]
         if offers and need > SLAB_BYTES:  # less is lost where a part is free already
             offers += allocator.largest_free(ANCHORS_MAX)
-        least = 0.0
+        others = []
         for anchor in offers:
             other = [anchor] if need <= SLAB_BYTES else self._windows.around(anchor, need)
             if other and self._windows.since(other) < limit:
-                cost = sum(map(self._windows.cost, other))
-                if reason == OWN or cost < least:
-                    window, least, reason = other, cost, REASSIGNED if own >= 0 else WINDOW
-        if reason == OWN:
+                others.append((sum(map(self._windows.cost, other)), self._windows.entries(other), other))
+        if others:
+            window, reason = with_fewest(others), REASSIGNED if own >= 0 else WINDOW
+        else:
             bound = limit if offers else self._coldest.bound(LARGE_GROUP)
             self._wakes = min(self._look_again, self._coldest.wakes)
             self._large_bounds[size] = coarse(min(bound, policy.clock), policy.clock)
@@ -517,50 +537,29 @@ class Space:
 
     def _evict_around_any(self, need: int) -> bool:
         """Evict the cheapest window around a victim of any group, the oldest victim first."""
-        policy = self._policy
+        policy, windows = self._policy, self._windows
+        if not windows.may_have(need):
+            return False
         victims = [(policy.victim(group, self._is_held), group) for group in policy.groups() if group < GROUPS]
         for _, group in sorted((policy.since(slot), group) for slot, group in victims if slot >= 0):
             _, window, _ = self._coldest_window(group, need, NEVER)
             if window:
                 self._evict_spans(window, WINDOW)
                 return True
+            if windows.exhausted:
+                return False
+        windows.note_none(need)
         return False
 
     def _coldest_window(self, group: int, need: int, limit: int) -> tuple[int, list[Span], int]:
         """Return the coldest window around the group's oldest entries: (its since, its spans, a bound for all others).
 
-        (``limit``, no spans) if none is colder than ``limit``. No later window of the group has an earlier since than
-        the bound, but for those that are fenced in now: they are looked at again when they are a sixteenth older.
+        See `Windows.around_oldest`. What is fenced in now is looked at again later.
         """
-        policy, offsets = self._policy, self._offsets
-        clock = bound = policy.clock
-        best: tuple[int, list[Span]] = limit, []
-        tried: set[int] = set()
-        first = policy.victim(group, self._is_held)
-        anchors = [first, *(slot for slot in islice(policy.slots(group), TRIED_MAX) if slot != first)]
-        found = 0
-        for slot in anchors:
-            if slot < 0 or self._is_held(slot):
-                continue
-            if found == ANCHORS_MAX:
-                break
-            since = policy.since(slot)
-            if since >= best[0]:
-                bound = min(bound, since)
-                break
-            span = self._allocator.span_of(offsets[slot])
-            if span.offset in tried:
-                continue
-            tried.add(span.offset)
-            if window := self._windows.around(span, need):
-                found += 1
-                since = self._windows.since(window)
-                if since < best[0]:
-                    best = since, window
-                bound = min(bound, since)
-            else:
-                self._look_again = min(self._look_again, clock + 1 + (clock - since) // 16)
-        return *best, bound
+        first = self._policy.victim(group, self._is_held)
+        since, window, bound, again = self._windows.around_oldest(first, group, need, limit)
+        self._look_again = min(self._look_again, again)
+        return since, window, bound
 
     def _evict_anywhere(self, group: int, need: int) -> bool:
         """Evict any entry of the same slab class, or else the first window in the region: the last resort."""
@@ -596,4 +595,4 @@ class Space:
             return False
         if len(holds) < CHUNKS_PER_SLAB[span.detail]:
             return not any(span.offset <= offset < span.offset + SLAB_BYTES for offset in holds)
-        return not any(offset in holds for offset, _ in self._allocator.chunks_of_slab(span.offset))
+        return holds.keys().isdisjoint(range(span.offset, span.offset + SLAB_BYTES, CHUNK_SIZES[span.detail]))

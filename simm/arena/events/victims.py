@@ -90,9 +90,9 @@ class Victims:
         if not self._turn % AGE_SAMPLE:
             self._note_age(slot)
 
-    def many(self, slots: Sequence[int], chunk: int) -> None:
-        """Note entries that are about to be evicted for others of their size. O(slots)."""
-        self.by_reason[OWN] += len(slots)
+    def many(self, slots: Sequence[int], chunk: int, reason: str = OWN) -> None:
+        """Note entries of one size of slabs' chunks that are about to be evicted together. O(slots)."""
+        self.by_reason[reason] += len(slots)
         self.by_chunk[chunk] = self.by_chunk.get(chunk, 0) + len(slots)
         self._note_age(slots[0])
         if self._note is not None:

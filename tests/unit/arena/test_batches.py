@@ -79,6 +79,26 @@ def test_taking_victims_is_victim_and_remove_in_turns(name: str, seed: int) -> N
     assert min(taken, cut, spared) > 0, (taken, cut, spared)
 
 
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_removing_many_is_remove_in_turns(name: str) -> None:
+    rng = random.Random(4)
+    one, many = (make_policy(name, 90, 2, memoryview(bytearray(90)), 2) for _ in range(2))
+    for slot in range(90):
+        for each in (one, many):
+            each.insert(slot, slot % 2)
+    for _ in range(5):
+        assert one.victim(0, lambda _: False) == many.victim(0, lambda _: False)  # which a hand may stay on
+        gone = [slot for slot in rng.sample(range(90), 30) if one.group_of(slot) >= 0]
+        for slot in gone:
+            one.remove(slot)
+        many.remove_many(gone)
+        assert [list(one.slots(each)) for each in (0, 1)] == [list(many.slots(each)) for each in (0, 1)]
+        assert one._hands == many._hands
+        check(many)
+    with pytest.raises(CorruptionError, match="was not inserted"):
+        many.remove_many(gone[:1])
+
+
 class Twin:
     """A space, and the entries of its table. With ``many`` it is told of many evictions at once."""
 
@@ -86,11 +106,13 @@ class Twin:
         self.visited = memoryview(bytearray(SLOTS))
         self.batches: list[int] = []
         self.entries: set[int] = set()
+        self.singles = 0
         together = self.on_evict_many if many else None
         self.space = Space(16 * SLAB_BYTES, SLOTS, self.visited, policy, self.on_evict, None, together)
 
     def on_evict(self, slot: int) -> None:
         self.entries.remove(slot)
+        self.singles += 1
         self.space.release(self.space.offset(slot))
 
     def on_evict_many(self, slots: list[int], offsets: list[int]) -> None:
@@ -134,6 +156,54 @@ def test_many_chunks_are_those_that_come_one_by_one(policy: str, sizes: list[int
         if turn % 10 == 0:
             check(many.space)
     assert max(many.batches) > 8 and sum(many.batches) > many.space.evictions[OWN] // 3
+
+
+def filled(many: bool = True, size: int = 16 * KIB) -> Twin:
+    """A full space in which nothing is fresh."""
+    twin = Twin("lru", many=many)
+    for slot, offset in enumerate(twin.space.allocate_many(size, SLOTS)):
+        twin.space.publish(offset, slot)
+        twin.space._policy.spare_no_more(slot)
+        twin.entries.add(slot)
+    assert len(twin.entries) == 16 * SLAB_BYTES // size
+    return twin
+
+
+@pytest.mark.parametrize("need", [64 * KIB, 5 * SLAB_BYTES])
+def test_the_entries_of_a_slab_go_together(need: int) -> None:
+    """A large value takes the place of thousands of small ones: a callback each would stop the worker."""
+    twin = filled()
+    before = len(twin.entries)
+    offset = twin.space.allocate(need)
+    slabs = -(-need // SLAB_BYTES)
+    assert offset >= 0 and len(twin.entries) == before - slabs * 128
+    assert twin.batches == [128] * slabs and twin.singles == 0
+    assert sum(twin.space.evictions.values()) == slabs * 128 and sum(twin.space.victims.ages[1:]) == slabs
+    check(twin.space)
+    singly = filled(many=False)
+    assert singly.space.allocate(need) == offset and singly.entries == twin.entries
+    assert singly.space.evictions == twin.space.evictions and singly.singles == slabs * 128
+
+
+def test_what_nobody_can_read_is_dropped_a_step_for_a_batch() -> None:
+    """Each step searches thousands of slots, whatever it finds."""
+    twin = filled()
+    steps: list[int] = []
+
+    def step() -> bool:
+        slot = min(twin.entries)
+        twin.entries.remove(slot)
+        twin.space.release(twin.space.offset(slot))
+        steps.append(slot)
+        return len(steps) < 3
+
+    twin.space.spare = step
+    assert len(twin.space.allocate_many(16 * KIB, 512)) == 512 and len(steps) == 1
+    assert max(twin.batches) > 64, "own victims go together while there is more to drop"
+    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == 2
+    assert len(twin.space.allocate_many(16 * KIB, 512)) == 512 and len(steps) == 3
+    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == 3 and twin.space.spare is None
+    check(twin.space)
 
 
 def test_a_chunk_that_belongs_to_another_is_not_handed_on() -> None:
@@ -185,8 +255,20 @@ def evicting_wants(world: World) -> Operation:
     return operation
 
 
+def evicting_a_slab(world: World) -> Operation:
+    """A large value takes the place of a slab, whose entries go together."""
+    player = full(world)
+    before = sum(world.store.space.evictions.values())
+
+    def operation() -> None:
+        assert len(world.grant(player, 10 * CHUNK)) == 1
+        assert sum(world.store.space.evictions.values()) >= before + 16
+
+    return operation
+
+
 @pytest.mark.usefixtures("columns")
-@pytest.mark.parametrize("scene", [evicting_grants, evicting_wants], ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("scene", [evicting_grants, evicting_wants, evicting_a_slab], ids=lambda scene: scene.__name__)
 def test_death_at_every_point_of_a_batch(segment: OwnedArena, scene: Callable[[World], Operation]) -> None:
     assert die_everywhere(segment, scene, twice=False) >= 9
 

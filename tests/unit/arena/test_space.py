@@ -9,7 +9,8 @@ from itertools import accumulate
 import pytest
 
 from simm.arena import coldest
-from simm.arena.space import LAST_RESORT, OWN, REASSIGNED, TRIED_MAX, Space
+from simm.arena.coldest import TRIED_MAX
+from simm.arena.space import LAST_RESORT, OWN, REASSIGNED, Space
 from simm.constants import DEFAULT_POLICY, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import CHUNK_SIZES, LARGE_GROUP, Span, class_of
@@ -329,6 +330,82 @@ def test_what_a_search_does_not_reach_the_next_ones_find(need: int, monkeypatch:
         space._known_full.clear()  # as a publish does
         assert tried < 20
     assert tried and 40 * SLAB_BYTES <= found < 43 * SLAB_BYTES
+
+
+def _mixed(classes: int, gap: range = range(0)) -> tuple[_Counts, Owner]:
+    """256 slabs of so many classes, put in random order, none of it fresh. Each sixth one has a held chunk."""
+    slabs = 256
+    owner = Owner(slabs * SLAB_BYTES, 32 * slabs, kind=_Counts)
+    space = owner.space
+    assert isinstance(space, _Counts)
+    chunks: list[tuple[int, int]] = []
+    for slab in range(slabs):
+        size = CHUNK_SIZES[-1 - slab % classes]
+        chunks += [(offset, size) for offset in space.allocate_many(size, SLAB_BYTES // size)]
+    random.Random(3).shuffle(chunks)
+    for offset, size in chunks:
+        owner.chunks[offset] = Chunk(size)
+        space._policy.spare_no_more(owner.publish(offset))
+    for slab in range(0, slabs, 6):
+        if slab not in gap:
+            owner.hold(slab * SLAB_BYTES)
+    return space, owner
+
+
+def test_a_large_value_costs_the_same_with_any_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All windows are fenced in, and each class has 64 victims around which one might be."""
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 32 * (coldest.SPAN_CHUNKS + 16))
+    for classes in (1, 4, 16):
+        space, _ = _mixed(classes)
+        for _ in range(10):
+            before = space.examined
+            assert space.allocate(16 * MIB) == -1
+            # Around the anchors, then one part of the region, what is begun is ended; and twice the coldest slabs.
+            assert space.examined - before <= 2 * (32 + 16 + coldest.LOOKS_MAX), classes
+
+
+def _asks(space: Space, need: int, most: int) -> int:
+    """How often a value is refused before it finds room."""
+    return next((ask for ask in range(most) if space.allocate(need) >= 0), most)
+
+
+def test_a_search_around_victims_goes_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 32 * (coldest.SPAN_CHUNKS + 16))
+    monkeypatch.setattr(Space, "_evict_anywhere", lambda *_: False)
+    gap = range(120, 130)
+    assert 0 < _asks(_mixed(2, gap)[0], 16 * MIB, 30) < 20
+    monkeypatch.setattr(coldest.Fenced, "note", lambda *_: None)
+    assert _asks(_mixed(2, gap)[0], 16 * MIB, 30) == 30, "the control: the same anchors each time"
+
+
+def test_what_was_fenced_in_is_looked_at_again_when_the_clock_has_moved() -> None:
+    fenced = coldest.Fenced(100)
+    fenced.forget_at(1000)
+    fenced.note(64, 128, 5000)
+    fenced.note(256, 512, 0)
+    assert fenced.has(64, 5000) and fenced.has(127, 9000) and fenced.has(300, 1)
+    assert not (fenced.has(63, 9000) or fenced.has(128, 9000) or fenced.has(64, 4999) or fenced.has(512, 1))
+    fenced.forget_at(1100)
+    assert fenced.has(64, 5000)
+    fenced.least = 3
+    fenced.forget_at(1101)
+    assert not fenced.has(64, 5000) and fenced.least == coldest.NEVER
+
+
+@pytest.mark.parametrize("sizes", [(4096, SLAB_CHUNK_BYTES_MAX), (SLAB_CHUNK_BYTES_MAX, 4096)])
+@pytest.mark.parametrize("need", [MIB, 5 * MIB])
+def test_of_what_is_equally_cold_the_fewest_entries_go(sizes: tuple[int, int], need: int) -> None:
+    owner = Owner(32 * MIB, 9000)
+    for size in sizes:
+        for offset in owner.space.allocate_many(size, 16 * MIB // size):
+            owner.chunks[offset] = Chunk(size)
+            owner.publish(offset)
+    for slot in owner.slots:
+        owner.space._policy.spare_no_more(slot)
+        owner.space._policy._stamp[slot] = 1
+    assert owner.grant(need) >= 0
+    assert len(owner.evicted) == 16 * -(-need // SLAB_BYTES)
+    owner.compare()
 
 
 def test_an_entry_overwritten_while_held_leaves_a_detached_chunk() -> None:
