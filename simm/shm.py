@@ -527,6 +527,19 @@ def leftovers(prefix: str, only: Callable[[str], bool] | None = None) -> list[st
     return found
 
 
+def without_owner(prefix: str, only: Callable[[str], bool] | None = None) -> list[str]:
+    """Return the names of this user's segments under `prefix` that have a writer, but no owner. Change nothing.
+
+    Such a writer's owner has died, and it is about to end. `only` is as for `leftovers`. O(entries of /dev/shm).
+    """
+    found = []
+    for name in _candidates(prefix, only):
+        with contextlib.suppress(SegmentError, UsageError):
+            if is_locked(name, _WRITER_BYTE, 1) and not is_locked(name, _OWNER_BYTE, 1):
+                found.append(name)
+    return found
+
+
 def remove_leftovers(
     prefix: str, *, only: Callable[[str], bool] | None = None, before_unlink: Callable[[str], None] | None = None
 ) -> list[str]:

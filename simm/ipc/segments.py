@@ -45,6 +45,8 @@ WORKERS_MAX: Final = 64
 LET_GO_S: Final = 5.0
 #: Bytes of a UNIX socket's path (``sun_path``), without the final zero.
 SOCKET_PATH_BYTES_MAX: Final = 107
+#: And for each so many bytes of their arenas a second more: the kernel unmaps them before it releases their locks.
+UNMAP_BYTES_PER_S: Final = 4 << 30
 #: Of a data server's admin socket in the runtime folder.
 ADMIN_SUFFIX: Final = ".admin.sock"
 _PREFIX: Final = "simm-"
@@ -193,6 +195,29 @@ def _remove_socket(path: str, name: str) -> None:
                 return
         if time.monotonic() > until:
             raise _taken(name, path)
+        time.sleep(0.02)
+
+
+def await_writers(server: str) -> None:
+    """Wait until the workers of a dead data server of this very name have let go of its arenas, and log that.
+
+    Whoever calls it has locked the server's name (:func:`take_name`). The sockets of such a worker may be closed
+    already. An arena that has an owner is not waited for: it is of a server with another runtime folder. Takes
+    ``LET_GO_S`` seconds and one for each ``UNMAP_BYTES_PER_S`` bytes at most.
+    """
+    until = 0.0
+    while names := shm.without_owner(_PREFIX, partial(is_arena_of, server)):
+        now = time.monotonic()
+        if not until:
+            size = 0
+            for file in {*names, *map(data_name, names)}:
+                with contextlib.suppress(FileNotFoundError):
+                    size += os.stat(f"{shm.SHM_DIR}/{file}").st_size
+            until = now + LET_GO_S + size / UNMAP_BYTES_PER_S
+            log.info("%s is let go by a worker whose server has died: waiting for that", ", ".join(names))
+        elif now > until:
+            log.warning("%s is still in use by a worker whose server has died: it is not used", ", ".join(names))
+            return
         time.sleep(0.02)
 
 

@@ -12,6 +12,9 @@ A segment that a server of the same name has left is one of these:
 An arena that was added to the running server (``slots/growth.py``) comes back with those that the settings ask for. Its
 header names its NUMA node. A start that has no use for it removes it like any other.
 
+A worker whose server was killed may still hold a suspended arena: the kernel unmaps it first, which takes seconds for
+hundreds of GiB. A start waits for that before it looks at anything.
+
 So a server that finds a suspended arena asks its manager for the cluster's id before it decides anything.
 """
 
@@ -66,6 +69,7 @@ class ArenaStock:
         #: The NUMA node of each worker, those that were added to the running server too.
         self.nodes = dict(enumerate(options.nodes))
         self._foreign: list[segments.Left] = []
+        self._waited = False
 
     @staticmethod
     def is_fresh(arena: OwnedArena, vault: Vault) -> bool:
@@ -100,7 +104,14 @@ class ArenaStock:
 
     def undecided(self) -> list[segments.Left]:
         """Return the suspended arenas with a cluster, whose fate depends on the manager's cluster."""
-        return [left for left in segments.left_by(self.options.name) if left.state == State.SUSPENDED and left.cluster]
+        return [left for left in self._left() if left.state == State.SUSPENDED and left.cluster]
+
+    def _left(self) -> list[segments.Left]:
+        """Return what servers of this name have left. The first call waits for the workers of one that has died."""
+        if not self._waited:
+            self._waited = True
+            segments.await_writers(self.options.name)
+        return segments.left_by(self.options.name)
 
     def take_over(self, cluster: int) -> dict[int, OwnedArena]:
         """Return all workers' arenas as a clean ``--warm`` stop left them, or none. Remove this server's other ones.
@@ -108,7 +119,7 @@ class ArenaStock:
         ``cluster``: the manager's; 0 if nothing was undecided. Raises SegmentError.
         """
         options = self.options
-        left = segments.left_by(options.name)
+        left = self._left()
         suspended = [each for each in left if each.state == State.SUSPENDED]
         self._foreign = [each for each in suspended if each.cluster not in (0, cluster)]
         for each in self._foreign:

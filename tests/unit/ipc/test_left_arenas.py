@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -367,6 +371,68 @@ def test_no_arena_of_another_cluster_is_taken(shm_dir: Path) -> None:
             segment.close()
         assert sorted(os.listdir(shm_dir)) == files_of(*[foreign, newer] + [ours] * warm)
     assert {name: (shm_dir / name).read_bytes() for name in before} == before
+
+
+#: A worker that has suspended its arena, closed its sockets, and is not quite gone. It ends with its input.
+ENDING_WORKER = """
+import os, sys
+from simm.host.file_locks import try_lock
+assert try_lock(os.open(sys.argv[1], os.O_RDWR), 1)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def ending_worker(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has the writer lock of the arena at ``path``."""
+    arguments = [sys.executable, "-c", ENDING_WORKER, str(path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        try:
+            yield process
+        finally:
+            process.communicate()
+
+
+def test_a_start_waits_for_a_worker_whose_server_was_killed(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel unmaps an arena before it releases the worker's lock, and its sockets may be closed by then."""
+    name = name_of("gpu")
+    make_suspended(name)
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 600.0)
+    look, looks = shm.without_owner, []
+    with ending_worker(shm_dir / name) as process, caplog.at_level(logging.INFO, "simm"):
+
+        def looked(*arguments: object) -> list[str]:
+            looks.append(look(*arguments))  # type: ignore[arg-type]
+            if len(looks) == 3:
+                process.communicate()
+            return looks[-1]
+
+        monkeypatch.setattr(shm, "without_owner", looked)
+        stock = ArenaStock(DataServerOptions("gpu", "", [0], warm=True), 99)
+        assert [left.name for left in stock.undecided()] == [name]
+        taken = stock.take_over(CLUSTER)
+    assert [segment.name for segment in taken.values()] == [name]
+    assert looks == [[name]] * 3 + [[]] and caplog.text.count("let go") == 1
+    for segment in taken.values():
+        segment.close()
+
+
+def test_a_start_does_not_wait_for_ever_for_a_worker(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor at all for one whose server lives, with another runtime folder."""
+    name = name_of("gpu")
+    make_suspended(name)
+    with ending_worker(shm_dir / name), caplog.at_level(logging.INFO, "simm"):
+        stock = ArenaStock(DataServerOptions("gpu", "", [0], warm=True), 99)
+        assert stock.undecided() == [] and stock.take_over(CLUSTER) == {}
+        assert caplog.text.count("still in use") == 1
+    live = make_arena(name_of("gpu", 1))
+    live.lock_writer()
+    assert shm.without_owner("simm-") == [] and shm.is_locked(live.name)
+    live.close()
 
 
 def test_an_arena_from_before_clusters_had_ids_is_set_aside_for_its_layout(
