@@ -88,6 +88,7 @@ from .arena.layout import (
     Geometry,
 )
 from .arena.queues import KeyWords
+from .arena.rebuild import LiveSlots
 from .constants import DIGEST_BYTES, SET_BYTES, SLOT_BYTES, WAYS
 from .errors import CorruptionError
 
@@ -115,22 +116,6 @@ COLUMNS_FROM: Final = 24
 _BLOCK_SLOTS: Final = 1 << 15
 #: Entries that are cleared between two heartbeats: some milliseconds.
 CLEARS: Final = 1024
-
-
-class LiveSlots(NamedTuple):
-    """Columns of :meth:`Table.live`, one row per live slot."""
-
-    slots: NDArray[np.int64]
-    offsets: NDArray[np.uint64]
-    chunks: NDArray[np.uint32]
-    stored: NDArray[np.uint64]
-    namespaces: NDArray[np.uint16]
-
-    def only(self, mask: NDArray[np.bool_]) -> LiveSlots:
-        """Return the rows that ``mask`` marks."""
-        return LiveSlots(
-            self.slots[mask], self.offsets[mask], self.chunks[mask], self.stored[mask], self.namespaces[mask]
-        )
 
 
 class Entry(NamedTuple):
@@ -389,6 +374,18 @@ class Table:
         for slot in slots:
             used[slot >> _WAY_BITS] &= ~(1 << (slot & _WAY_MASK))
         self.entries -= len(slots)
+
+    def hide_many(self, slots: list[int]) -> None:
+        """Let nobody find the entries in these slots any more, which are in use until they are cleared. By numpy.
+
+        They keep their chunks, with no digest and no length. Recovery drops such a slot, as its fields are impossible.
+        """
+        at = np.array(slots)
+        seqs = self._seqs[at]
+        self._seqs[at] = seqs | _ODD
+        for word in (1, 2, 4, MARKS_WORD):  # digest; length and crc; marks
+            self._rows[at, word] = 0
+        self._seqs[at] = (seqs + _TWO) & _SEQ_MASK | self._high_word
 
     def _save(self, slot: int) -> None:
         """Store the undo record: valid word off, image, valid word on."""

@@ -159,6 +159,8 @@ SESSION_LINE_BYTES: Final = 64
 HOLD_LINE_BYTES: Final = 32
 SESSION_LINES_MAX: Final = 4096
 HOLD_LINES_MAX: Final = 65_536
+#: More than a quarter of the slots would let a session pin most of a table that is made for few, large values.
+HOLD_LINES_MIN: Final = 256
 
 
 #: Slots for each chunk that fits, as a fraction. Two-choice hashing into sets of 8 has both sets full for 13 of 1,000
@@ -251,7 +253,7 @@ class Geometry(NamedTuple):
             visited_offset=0,
             ledger_offset=_round_up(slots_offset + sets * SET_BYTES, PAGE_BYTES),
             session_lines=min(SESSION_LINES_MAX, max(256, sets * WAYS // 8)),
-            hold_lines=min(HOLD_LINES_MAX, max(1024, sets * WAYS // 4)),
+            hold_lines=min(HOLD_LINES_MAX, max(HOLD_LINES_MIN, sets * WAYS // 4)),
             data_offset=0,
             data_bytes=0,
         )

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from .layout import NAMESPACES
 
 if TYPE_CHECKING:
-    from ..table import LiveSlots, Table
+    from ..table import Table
+    from .rebuild import LiveSlots
 
 #: Slots that are looked at together while quotas change.
 _BLOCK_SLOTS: Final = 4096

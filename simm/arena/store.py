@@ -122,12 +122,10 @@ class Store:
         readable = self.ledger.namespaces.readable
         self.groups = Groups(self.table, self.space, self.visited, self.shard_words, readable, self._drop_entry)
         self.quotas: Quotas | None = None  # as long as no namespace has one
-        self.puts = self.overwrites = self.deletes = 0
-        self.set_evictions = 0
+        self.puts = self.overwrites = self.deletes = self.set_evictions = 0
         #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
         self.commit_failures = dict.fromkeys((BAD_REQUEST, WRONG_OWNER, TABLE_FULL, OVER_QUOTA, OLD_EPOCH), 0)
-        self.stale_commits = 0
-        self.copies = 0
+        self.stale_commits = self.copies = 0
 
     # -- creation and recovery ----------------------------------------------------------------
 
@@ -223,9 +221,10 @@ class Store:
         self.header[Word.HEARTBEAT] = (self.header[Word.HEARTBEAT] + 1) & 0xFFFF_FFFF
 
     def set_quotas(self, limits: Mapping[str, int]) -> None:
-        """Hold namespaces to so many bytes of this arena. O(slots), unless there are none."""
+        """Hold namespaces to so many bytes of this arena. O(slots), unless there are none; readers see beats then."""
         self.apply_pending()
-        self.quotas = Quotas(limits, self.ledger.names, self.geometry.slots, self.table.live()) if limits else None
+        with beating(self.beat):
+            self.quotas = Quotas(limits, self.ledger.names, self.geometry.slots, self.table.live()) if limits else None
 
     def _keep(self, word: int, value: int) -> None:
         """Store a word of the header."""
@@ -312,6 +311,8 @@ class Store:
         Each grant id is spent, whatever its status. On return, the values are published and the ledger is exact. The
         private bookkeeping waits for :meth:`apply_pending`, so that the answer can leave first.
         """
+        if self.groups.orphans:  # else a value of now would be dropped as what is left of its predecessor's group
+            self._drop_orphans()
         grants, shards = session.grants, self.shard_words.accepting
         publish, pending, quotas = self.table.publish, self._pending, self.quotas
         own, now, tags = session.namespace, self.now_ms, self.ledger.namespaces.tags
@@ -337,6 +338,8 @@ class Store:
                 if flags >= ENTRY_BOUND and (flags := session.flags(flags)) & COMMIT_NEAR:
                     plain = digest, number, length, crc, flags ^ COMMIT_NEAR, options
                     statuses.append(self.near.commit(session, plain, grant))
+                    if self.groups.orphans:
+                        self._drop_orphans()
                     continue
                 if options:
                     refused, namespace = self._take_options(session, digest, options)
@@ -410,6 +413,11 @@ class Store:
             self.sessions.prepare_wanted()
         if self.groups.orphans:
             self.groups.drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        """Drop or hide orphans in the middle of something, without making grants, which may evict."""
+        self._apply_entries()
+        self.groups.drop_orphans()
 
     def _apply_entries(self) -> None:
         """Assign the chunks to their entries, and free the replaced ones."""
@@ -499,6 +507,8 @@ class Store:
 
     def exists(self, digests: Sequence[bytes]) -> list[int]:
         """Return OK, NOT_FOUND, PREVIOUS (the previous owner may have it) or WRONG_OWNER per digest."""
+        if self.groups.orphans:
+            self._drop_orphans()
         words, stored, shards = self.shard_words, self._stored, self.shards
         return [
             Status.OK if 0 < shards[shard_of(digest)] < FROZEN and stored(digest) else words.status_of_miss(digest)

@@ -32,6 +32,7 @@ from ..arena.hashing import check_namespace
 from ..arena.namespaces import Sweeper
 from ..arena.quotas import QuotaChanges
 from ..arena.sessions import Session, check_wants
+from ..arena.shard_words import DROP_ENTRIES
 from ..arena.store import Store
 from ..arena.vault import Mender
 from ..config.logs import on_reload
@@ -39,7 +40,7 @@ from ..config.tokens import Token, namespaces_of, quotas_of
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError, line_about
 from ..host.processes import boottime_ns, process_start
-from ..host.threads import CLOSER, WAITING_MAX
+from ..host.threads import CLOSER, WAITING_MAX, beating
 from ..ipc.commit_ring import Ring, Withdrawals
 from ..ipc.tally import Tally, claims
 from ..net.listeners import NamedSocket
@@ -140,6 +141,8 @@ class Worker(Service):
         self._mender = Mender(store, loop.call_later, told)
         self.tally = Tally(loop.clock, store.ledger.namespaces.names.values, store.space.victims.evicted)
         self.shards = ShardRequests(self)
+        self._expiring = False  # turns of that are due
+        store.groups.on_hidden = partial(loop.call_later, 0.0, self._drop_hidden)
         store.ledger.namespaces.clock = boottime_ns
         self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)
         store.sessions.recall = self._recall
@@ -177,7 +180,8 @@ class Worker(Service):
             if not self._hold_pid(session.pid) or process_start(session.pid) != session.started:
                 self.store.sessions.end(session)
                 self._forget_pid(session.pid)
-        self.store.keeping.begin(_now_s())
+        with beating(self.store.beat):
+            self.store.keeping.begin(_now_s())
         self._beat()
         self.loop.listen(listener, self)
         self.store.open()
@@ -215,8 +219,30 @@ class Worker(Service):
         self.store.beat()
         self.store.table.tell()
         self._mender.maintain()
-        self.store.keeping.expire(_now_s())
+        if not self._expiring:
+            self._expire()
         self.tally.maintain()
+
+    def _expire(self) -> None:
+        """End for DROP_S the keeping of entries whose time has come, and go on later."""
+        store, until = self.store, self.loop.clock() + DROP_S
+        self._expiring = False
+        while store.keeping.expire(_now_s()):
+            if self.loop.clock() >= until:
+                self._expiring = True
+                self.loop.call_later(DROP_S, self._expire)
+                break
+        if store.groups.orphans:  # of near copies
+            store.apply_pending()
+
+    def _drop_hidden(self) -> None:
+        """Drop for DROP_S entries that nobody finds any more, and go on later."""
+        store, until = self.store, self.loop.clock() + DROP_S
+        store.apply_pending()
+        while store.groups.drop_hidden(DROP_ENTRIES):
+            if self.loop.clock() >= until:
+                self.loop.call_later(DROP_S, self._drop_hidden)
+                return
 
     # -- connections ------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ A fixture for the fake is just ``return FakeClient()``.
 Differences of the fake
 -----------------------
 It has no arena: a value takes its own length of the capacity, and a value may fit that a real arena is too small for.
+Hard kept values are bounded by their bytes alone, as it has no pieces and no slots.
 The order of eviction is no promise, here or there. A forked child has a copy of the store from then on. A fake can be
 pickled only for the process that has its store. Checksums find nothing.
 

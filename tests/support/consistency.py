@@ -16,7 +16,17 @@ from simm.arena.extents import Extents, _key
 from simm.arena.hashing import shard_of
 from simm.arena.layout import HOLD_LINE_BYTES, SEQ_BITS, SESSION_LINE_BYTES, SLOT_WORDS
 from simm.arena.ledger import Ledger
-from simm.arena.marks.kept import HARD, HARD_GROUP, KEPT_GROUPS, NEAR, NEAR_GROUPS, SOFT, SOFT_GROUPS, KeptEntries
+from simm.arena.marks.kept import (
+    HARD,
+    HARD_GROUP,
+    HARD_WAYS_MAX,
+    KEPT_GROUPS,
+    NEAR,
+    NEAR_GROUPS,
+    SOFT,
+    SOFT_GROUPS,
+    KeptEntries,
+)
 from simm.arena.queues import _NOWHERE, Policy
 from simm.arena.shard_words import ShardWords
 from simm.arena.space import Space
@@ -177,6 +187,8 @@ def _kept(kept: KeptEntries) -> None:
     pieces: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
     own: dict[int, dict[int, int]] = {}
     near: dict[int, int] = {}
+    by_set: dict[int, int] = {}
+    by_space: dict[int, int] = {}
     for slot, entry in kept.items():
         offset = kept._offsets[slot]
         demand(offset >= 0, f"slot {slot} is kept, but has no chunk")
@@ -191,7 +203,15 @@ def _kept(kept: KeptEntries) -> None:
                 mine[base] = mine.get(base, 0) + 1
         if entry.how == NEAR:
             near[class_of(size)] = near.get(class_of(size), 0) + 1
-        demand((entry.until, slot) in kept._due, f"kept slot {slot} never expires")
+        demand(slot in kept._due.get(entry.until, ()), f"kept slot {slot} never expires")
+        demand(entry.until >= kept._due_from, f"the time of kept slot {slot} is not looked at any more")
+        if entry.how == HARD:
+            by_set[slot // WAYS] = by_set.get(slot // WAYS, 0) + 1
+            by_space[entry.namespace] = by_space.get(entry.namespace, 0) + 1
+    demand(sum(map(len, kept._due.values())) == len(kept), "more times than kept entries")
+    demand(by_set == kept._set_slots and by_space == kept._own_slots, "slots of hard kept entries do not add up")
+    demand(sum(by_set.values()) == kept.hard_slots, "slots of hard kept entries are miscounted")
+    demand(max(by_set.values(), default=0) <= HARD_WAYS_MAX, "hard kept entries fill a set")
     demand(used == kept.bytes, "kept bytes do not add up")
     demand(pieces == kept._pieces and own == kept._own_pieces, "pieces with kept entries do not add up")
     hard = sum(count for (_, how), count in used.items() if how == HARD)

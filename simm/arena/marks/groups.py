@@ -3,6 +3,10 @@
 The members of a group leave together. Whenever one leaves the table, whatever the reason, the others are *orphans*, and
 leave with the next :meth:`Groups.drop_orphans`. One that is held or hard kept then stays, in no group.
 
+One request may make 63 orphans of each key that it names. To drop 250,000 entries takes seconds, in which the worker
+would answer nobody. So more than ORPHANS_MAX are *hidden* first, by numpy: their slots are in use, and nobody finds
+anything in them. They are dropped in later turns, or evicted as any other entry.
+
 Each member's slot has the group's *number* in the upper half of its marks. A number has two parts: 26 bits of a hash of
 all members' digests, and in its lower six bits how many they are, less one. So it is never 0, and a successor that
 finds fewer slots of a shard with one number than the number says knows that the group is not whole:
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
 #: Members that one search for a victim passes over in a row. A policy gives up after somewhat more (REJECTED_MAX).
 PASSED_MAX: Final = 24
 
+#: Orphans that are dropped in one turn. Of more, all are hidden, and dropped later.
+ORPHANS_MAX: Final = 1024
+
 _COUNT_BITS: Final = (GROUP_KEYS_MAX - 1).bit_length()
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 #: A slot's marks have its group's number above so many bits.
@@ -81,6 +88,7 @@ class Slots(Protocol):
     def entry(self, slot: int, /) -> Entry: ...
     def marks(self, slot: int, /) -> int: ...
     def set_marks(self, slot: int, marks: int, /) -> None: ...
+    def hide_many(self, slots: list[int], /) -> None: ...
     def marked(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]: ...
 
 
@@ -119,6 +127,7 @@ class Groups:
         self._table = table
         self._space = space
         self._visited = visited
+        self._words = words
         self._accepts = words.accepts
         #: Digests that clients have put into groups while their shard moves in.
         self.told = Told(words)
@@ -128,6 +137,9 @@ class Groups:
         self._links = memoryview(b"").cast("I")
         #: Slots whose groups have lost a member. In order, so that runs can be repeated.
         self.orphans: dict[int, None] = {}
+        #: Slots whose entries nobody finds any more, and that are to be dropped; and what is called when some are.
+        self.hidden: dict[int, None] = {}
+        self.on_hidden: Callable[[], None] = lambda: None
         #: By slot: 1 if another member was used, and this one has not been passed over for that.
         self._owed = memoryview(b"")
         #: Members passed over in a row, and the last one.
@@ -216,6 +228,7 @@ class Groups:
         self.orphans = dict.fromkeys(slots[~rows].tolist())
         notes = [f"{len(self.orphans)} entries of groups that are not whole dropped"] if self.orphans else []
         self.drop_orphans()
+        self.drop_hidden(len(self.hidden))
         return notes
 
     def _begin(self) -> None:
@@ -273,6 +286,7 @@ class Groups:
     def leave(self, slot: int) -> None:
         """Note that an entry is about to leave the table: the others of its group are orphans."""
         self.orphans.pop(slot, None)
+        self.hidden.pop(slot, None)
         ring = self._unlink(slot)
         if len(ring) > 1:
             ring.remove(slot)
@@ -283,15 +297,48 @@ class Groups:
         return self._space.is_held(self._space.offset(slot)) or self._space.kept.how(slot) == HARD
 
     def drop_orphans(self) -> None:
-        """Drop the orphans. Those that are held or hard kept stay, in no group. Nothing is pending."""
-        while self.orphans:
-            slot = next(iter(self.orphans))
+        """Drop the orphans, or hide them if they are many. Those that are held or hard kept stay, in no group.
+
+        Nothing is pending. Nobody finds an orphan after that. O(orphans); dropped are at most ORPHANS_MAX.
+        """
+        orphans = self.orphans
+        if len(orphans) > ORPHANS_MAX:
+            self._hide()
+        while orphans:
+            slot, _ = orphans.popitem()
             if self._stays(slot):
-                del self.orphans[slot]
                 self._set_number(slot, 0)
                 continue
             self._drop(slot)
             self.evicted += 1
+
+    def _hide(self) -> None:
+        """Hide all orphans but those that stay. About a microsecond each."""
+        slots = []
+        for slot in self.orphans:
+            if self._stays(slot):
+                self._set_number(slot, 0)
+            else:
+                slots.append(slot)
+        self.orphans.clear()
+        words, table = self._words, self._table
+        if words.moving:
+            for slot in slots:
+                words.note_dropped(table.entry(slot).digest)
+        table.hide_many(slots)
+        first = not self.hidden
+        self.hidden.update(dict.fromkeys(slots))
+        if first and slots:
+            self.on_hidden()
+
+    def drop_hidden(self, most: int) -> bool:
+        """Drop at most ``most`` of the hidden entries. Return whether there are more. Nothing is pending. O(most)."""
+        hidden = self.hidden
+        for _ in range(min(most, len(hidden))):
+            slot, _ = hidden.popitem()
+            self._drop(slot)
+            self.evicted += 1
+        return bool(hidden)
 
     def is_used(self, slot: int) -> bool:
         """Return True if a policy should pass over a member, as another one of its group was used. See the module."""

@@ -1,7 +1,7 @@
 """Keep entries at their owner: by request, until their time comes, and across the deaths of workers.
 
 The private state decides, and the slot's word is for a successor. Of what a successor finds there it believes no time
-further ahead than a request may ask for, and no more hard kept bytes and pieces than the bounds allow.
+further ahead than a request may ask for, and no more hard kept bytes, pieces and slots than the bounds allow.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..namespaces import NamespaceTable
     from ..shard_words import ShardWords
 
-#: Entries whose keeping ends in one turn.
-EXPIRE_ENTRIES: Final = 1024
+#: Entries whose keeping ends in one step: about a millisecond.
+EXPIRE_ENTRIES: Final = 128
 _NAMES: Final = {SOFT: "soft", HARD: "hard"}
 _SHOWN: Final = {**_NAMES, NEAR: "near"}
 
@@ -146,17 +146,19 @@ class Keeping:
         return True
 
     def expire(self, now: int) -> bool:
-        """End the keeping of entries whose time has come, some at a time. Return whether there may be more."""
+        """End the keeping of EXPIRE_ENTRIES entries at most whose time has come. Return whether there may be more.
+
+        O(EXPIRE_ENTRIES), but see :meth:`KeptEntries.due`.
+        """
         self.now = now
-        slots = self.kept.due(now, EXPIRE_ENTRIES)
-        for slot in slots:
+        for slot in self.kept.due(now, EXPIRE_ENTRIES):
             self.end(slot)
-        return len(slots) == EXPIRE_ENTRIES
+        return self.kept.is_due(now)
 
     def recover(self, slots: Sequence[int], marks: Iterable[int]) -> None:
         """Take over what a dead worker has kept: slots of published entries, and their marks. :meth:`begin` follows.
 
-        What would exceed the bounds of hard kept bytes is soft kept.
+        What would exceed the bounds of what is hard kept is soft kept.
         """
         for slot, mark in zip(slots, marks):
             how, until = unpack(mark)

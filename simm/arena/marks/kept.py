@@ -12,21 +12,25 @@ other size classes, so a bound of bytes alone would let a 512th of the region sh
 may be as many pieces as their bytes may be. A namespace, whose entries need not lie together, may fence more than its
 bytes may be: by half of what is left.
 
+They are bounded in *slots* too, by the same shares of the table, as values of 64 bytes would take all of it with a
+fiftieth of the bytes. And each set of slots has some that are not hard kept: a key whose two sets were full of such
+entries could not be stored before their time.
+
 An overwrite keeps an entry's mark. If the new value is larger than what the bounds allow, or fences a piece more than
 they do, the entry is soft kept from then on. If it is in parts, it is not kept any more.
 
-All methods are O(1) and O(pieces of the entry), or say otherwise. Expiries are in a heap of (time, slot). An item whose
-slot has another time by now is outdated, and skipped.
+All methods are O(1) and O(pieces of the entry), or say otherwise. Times are whole seconds, and each that some entry has
+is a set of slots: nothing outdated is left behind in it, and no turn has to clean up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Final, NamedTuple
 
-from ...constants import KEEP_HARD, KEEP_SHARES, KEEP_SOFT, SLAB_BYTES
+from ...constants import KEEP_HARD, KEEP_SHARES, KEEP_SOFT, SLAB_BYTES, WAYS
 from ...constants import NEAR as NEAR_CLASS
 from ...errors import CorruptionError
 from ...slab import FREE, GROUPS, LARGE, Allocator, Span, class_of
@@ -38,6 +42,12 @@ NEAR: Final = NEAR_CLASS
 #: By class: in which order entries go that lie in one full set. What is hard kept does not.
 HARD_RANK: Final = 3
 RANKS: Final = (1, 2, HARD_RANK, 0)
+#: Slots of one set that may have hard kept entries: the others are there for all keys, also if one is pinned.
+HARD_WAYS_MAX: Final = WAYS - 2
+#: Seconds that :meth:`KeptEntries.due` looks at for each entry that it may return: most have no entry.
+SECONDS_EACH: Final = 8
+#: Of more seconds in a row without a look, those before the first one with an entry are left out.
+SECONDS_BEHIND: Final = 1 << 17
 #: What may be taken of the region, percent: by hard kept entries in all, by those of one namespace, by near copies.
 Shares = tuple[int, int, int]
 #: Bits of the time in a slot's word; the class is above them. 2^30 s are 34 years since the host's start.
@@ -110,10 +120,16 @@ class KeptEntries:
         self._offsets = offsets
         self._changed = changed
         self.hard_max = self.namespace_max = self.near_max = self.hard_bytes = 0
+        #: Hard kept entries, in all, by namespace, and by set of slots; and the bounds of the first two.
+        self.hard_slots = self.hard_slots_max = self.namespace_slots_max = 0
+        self._own_slots: dict[int, int] = {}
+        self._set_slots: dict[int, int] = {}
         self.bound_by(shares)
         #: By slot. Others look into it, at every put: a call would cost more than the look.
         self.entries: dict[int, KeptEntry] = {}
-        self._due: list[tuple[int, int]] = []
+        #: Slots by the time at which their keeping ends; no time before the second one is in it.
+        self._due: dict[int, dict[int, None]] = {}
+        self._due_from = 0
         #: Bytes by (namespace, class).
         self.bytes: dict[tuple[int, int], int] = {}
         self.near_bytes = 0
@@ -136,6 +152,8 @@ class KeptEntries:
         """Take other bounds. What is beyond them stays until its time, or until copies go first; more is refused."""
         size = self._allocator.size
         self.hard_max, self.namespace_max, self.near_max = (size * share // 100 for share in shares)
+        slots = len(self._offsets)
+        self.hard_slots_max, self.namespace_slots_max = (slots * share // 100 for share in shares[:2])
         #: What was hard kept then, which may be more.
         self.hard_before = self.hard_bytes
 
@@ -167,7 +185,7 @@ class KeptEntries:
             mine = before is not None and before.how == HARD
             more = size - (before.bytes if before is not None and mine else 0)
             own = size - (before.bytes if before is not None and mine and before.namespace == namespace else 0)
-            if not self._admits(entry, more, own):
+            if not (self._admits_slot(slot, namespace, before) and self._admits(entry, more, own)):
                 return False
         if before is not None:
             self._forget(slot, before)
@@ -204,19 +222,30 @@ class KeptEntries:
             now = now._replace(how=SOFT)
             self.softened += 1
             self.softened_one(slot, now)
-        self._note(slot, now, due=False)
+        self._note(slot, now)
         self._enqueue(slot, now.how, size)
 
     def due(self, now: int, most: int) -> list[int]:
-        """Return at most ``most`` slots whose time has come; each is still kept. O(log kept) each."""
+        """Return at most ``most`` slots whose time has come; each is still kept, and the caller ends that. O(most).
+
+        There may be more while :meth:`is_due`, also if none is found. O(times) after a long time without a call.
+        """
         found: list[int] = []
         due = self._due
-        while due and due[0][0] <= now and len(found) < most:
-            until, slot = heappop(due)
-            kept = self.entries.get(slot)
-            if kept is not None and kept.until == until and slot not in found[-1:]:
-                found.append(slot)
+        if now - self._due_from > SECONDS_BEHIND:
+            self._due_from = min(due, default=now)
+        for at in range(self._due_from, min(now + 1, self._due_from + SECONDS_EACH * most)):
+            self._due_from = at
+            if (slots := due.get(at)) is not None:
+                found += islice(slots, most - len(found))
+                if len(found) == most:
+                    return found
+            self._due_from = at + 1
         return found
+
+    def is_due(self, now: int) -> bool:
+        """Return whether there may be entries whose time has come, and that :meth:`due` has not returned."""
+        return bool(self._due) and self._due_from <= now
 
     def _place(self, slot: int) -> tuple[int, int]:
         """Return the bytes of an entry's chunk, and its offset."""
@@ -229,6 +258,14 @@ class KeptEntries:
     def fenced_bytes(self) -> int:
         """Return the bytes of the pieces that hard kept entries fence."""
         return len(self._pieces[HARD]) * SLAB_BYTES
+
+    def _admits_slot(self, slot: int, namespace: int, before: KeptEntry | None) -> bool:
+        """Return whether the entry of a slot, which is kept like ``before``, may be hard kept as far as slots go."""
+        was = before is not None and before.how == HARD
+        if was and before is not None and before.namespace == namespace:
+            return True
+        full = self.hard_slots >= self.hard_slots_max or self._set_slots.get(slot // WAYS, 0) >= HARD_WAYS_MAX
+        return (was or not full) and self._own_slots.get(namespace, 0) < self.namespace_slots_max
 
     def _admits(self, entry: KeptEntry, more: int, own: int) -> bool:
         """Return whether an entry may be hard kept: so many bytes more, ``own`` of them more of its namespace."""
@@ -263,12 +300,13 @@ class KeptEntries:
             return
         self._policy.move(slot, HARD_GROUP if how == HARD else SOFT_GROUPS + class_of(size))
 
-    def _note(self, slot: int, kept: KeptEntry, *, due: bool = True) -> None:
+    def _note(self, slot: int, kept: KeptEntry) -> None:
         self.entries[slot] = kept
         key = kept.namespace, kept.how
         self.bytes[key] = self.bytes.get(key, 0) + kept.bytes
         if kept.how == HARD:
             self.hard_bytes += kept.bytes
+            self._count_hard(slot, kept.namespace, 1)
         elif kept.how == NEAR:
             group = class_of(kept.bytes)
             self.near_bytes += kept.bytes
@@ -276,11 +314,13 @@ class KeptEntries:
         for pieces in self._pieces_of(kept):
             for base in kept.pieces:
                 pieces[base] = pieces.get(base, 0) + 1
-        if due:
-            heappush(self._due, (kept.until, slot))
-            if len(self._due) > 64 + 2 * len(self.entries):
-                self._due = [(each.until, number) for number, each in self.entries.items()]
-                heapify(self._due)
+        slots = self._due.get(kept.until)
+        if slots is None:
+            if kept.until < self._due_from or not self._due:
+                self._due_from = kept.until
+            self._due[kept.until] = {slot: None}
+        else:
+            slots[slot] = None
 
     def _forget(self, slot: int, kept: KeptEntry) -> None:
         del self.entries[slot]
@@ -290,6 +330,7 @@ class KeptEntries:
             del self.bytes[key]
         if kept.how == HARD:
             self.hard_bytes -= kept.bytes
+            self._count_hard(slot, kept.namespace, -1)
         elif kept.how == NEAR:
             group = class_of(kept.bytes)
             self.near_bytes -= kept.bytes
@@ -303,6 +344,19 @@ class KeptEntries:
                     del pieces[base]
         if kept.how == HARD and not self._own_pieces[kept.namespace]:
             del self._own_pieces[kept.namespace]
+        slots = self._due[kept.until]
+        del slots[slot]
+        if not slots:
+            del self._due[kept.until]
+
+    def _count_hard(self, slot: int, namespace: int, more: int) -> None:
+        """Count one hard kept entry more, or one less."""
+        self.hard_slots += more
+        for counts, key in ((self._own_slots, namespace), (self._set_slots, slot // WAYS)):
+            if count := counts.get(key, 0) + more:
+                counts[key] = count
+            else:
+                del counts[key]
 
     def _pieces_of(self, kept: KeptEntry) -> tuple[dict[int, int], ...]:
         """Return the counts by piece to which an entry adds."""

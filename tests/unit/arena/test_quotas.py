@@ -10,18 +10,21 @@ import pytest
 
 from simm.arena import quotas as quotas_module
 from simm.arena.hashing import shard_of
-from simm.arena.layout import NAMESPACES
+from simm.arena.layout import NAMESPACES, Word
 from simm.arena.namespaces import Sweep
 from simm.arena.quotas import QuotaChanges, Quotas
+from simm.arena.rebuild import LiveSlots
 from simm.arena.sessions import Session
 from simm.arena.store import OVER_QUOTA, Store
 from simm.constants import SHARD_COUNT
 from simm.slab import chunk_bytes_for
+from simm.table import Table
 from simm.wire.messages import BOUND, NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import bitmap_of
 from tests.support.dose import dose
 from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, digest_of, new_segment, owned, remove_segment
+from tests.support.waiting import wait_until
 
 KIB = 1 << 10
 
@@ -55,6 +58,22 @@ def test_issue_as_many_quotas_are_told_of_as_there_are_places(store: Store) -> N
     store.set_quotas({"zz": 7, **{f"n{number}": 1 for number in range(3 * NAMESPACES)}})
     told = store.stats()["quotas"]
     assert len(told) == NAMESPACES and told["zz"] == {"quota_bytes": 7, "used_bytes": 0}
+
+
+def test_readers_see_a_heartbeat_while_what_is_there_is_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes all slots at once, after the recovery, and stood still: readers took the worker for dead."""
+    put(store, opened(store, "a"), "k", 4096)
+    real, moved = Table.live, []
+
+    def slow(self: Table) -> LiveSlots:
+        start = store.header[Word.HEARTBEAT]
+        wait_until(lambda: store.header[Word.HEARTBEAT] - start >= 3, "the heartbeat moves")
+        moved.append(1)
+        return real(self)
+
+    monkeypatch.setattr(Table, "live", slow)
+    store.set_quotas({"a": 8 * KIB})
+    assert moved and used(store, "a") == 4096
 
 
 def test_a_put_over_the_quota_is_refused(store: Store) -> None:

@@ -13,7 +13,7 @@ from simm.arena.eviction import make_policy
 from simm.arena.layout import Word
 from simm.arena.ledger import Ledger
 from simm.arena.queues import Policy
-from simm.arena.rebuild import groups_of, whole_slabs
+from simm.arena.rebuild import LiveSlots, groups_of, whole_slabs
 from simm.arena.space import Space
 from simm.arena.store import Store
 from simm.constants import DEFAULT_POLICY, POLICY_NAMES, SHARD_COUNT
@@ -21,7 +21,7 @@ from simm.errors import CorruptionError
 from simm.host import threads
 from simm.ipc.arena_files import OwnedArena
 from simm.slab import SLAB_BYTES, Allocator, class_of
-from simm.table import LiveSlots, Table
+from simm.table import Table
 from tests.support.consistency import check
 from tests.support.store_world import World, digest_of
 from tests.support.waiting import wait_until

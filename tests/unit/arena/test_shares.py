@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from simm.arena.layout import Geometry
 from simm.arena.sessions import FAIR, LINES_KEPT, RECALL_AGAIN_MS, Session, SessionTable
 from simm.arena.store import Store
 from simm.constants import VALUE_BYTES_MAX
@@ -86,6 +87,13 @@ def test_who_comes_late_finds_bytes_and_lines(store: Store) -> None:
         pass
     assert len(store.sessions.grant(late, 4096, 8)) == 8
     assert store.ledger.free_holds > store.geometry.hold_lines // (FAIR + 2)
+
+
+@pytest.mark.parametrize("slots", [1024, 2048, 100_000])
+def test_no_session_pins_most_of_a_table(slots: int) -> None:
+    """One that is made for few, large values had as many lines as slots, and a pin of a small value takes one."""
+    geometry = Geometry.plan(1 << 30, slots)
+    assert geometry.hold_lines * FAIR / (1 + FAIR) <= geometry.slots / 5
 
 
 def test_pins_of_one_session_leave_lines_for_others(store: Store) -> None:

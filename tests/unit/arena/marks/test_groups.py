@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
+from simm.arena.events import listing
 from simm.arena.hashing import shard_of
+from simm.arena.marks import groups as groups_module
 from simm.arena.marks.groups import Groups, is_group, members_of, number_of
+from simm.arena.store import Store
 from simm.constants import GROUP_KEYS_MAX, KEEP_HARD, KEEP_SOFT, POLICY_NAMES
 from simm.errors import CorruptionError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import Status
+from tests.support.consistency import check
 from tests.support.crash import TORN_MAX, Cut, Operation, chosen
 from tests.support.dose import dose
 from tests.support.group_world import GroupWorld, check_groups, members
@@ -175,6 +180,145 @@ def test_a_spoilt_member_takes_the_others_along(segment: OwnedArena) -> None:
     world.store.apply_pending()
     assert world.store.table.lookup(pair[1]) < 0 and world.store.stats()["group_evictions"] == 1
     check_groups(world.store)
+
+
+# -- many orphans at once -----------------------------------------------------------------------------
+
+
+class Counted:
+    """Counts what the groups of a store drop."""
+
+    def __init__(self, store: Store) -> None:
+        self.most = self.count = 0
+        self._drop = store.groups._drop
+        store.groups._drop = self
+
+    def __call__(self, slot: int) -> None:
+        self.count += 1
+        self._drop(slot)
+
+
+def test_one_turn_drops_a_bounded_number_and_nobody_sees_a_part(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DELETE of one key of each of many groups was carried out to the last member before anything else."""
+    monkeypatch.setattr(groups_module, "ORPHANS_MAX", 8)
+    world = GroupWorld(segment, slots=512)
+    store, player, other = world.store, world.join(), world.join()
+    wholes = [members(number, 6) for number in range(10)]
+    for digest in itertools.chain(*wholes, [digest_of("alone")]):
+        assert world.put(player, digest, 5000)
+    for whole in wholes:
+        world.group(whole)
+    held, hard = wholes[0][1], wholes[0][2]
+    world.pin(player, held)
+    assert store.keep([hard], KEEP_HARD, 60, 0) == [Status.OK]
+    dropped, told = Counted(store), []
+    store.groups.on_hidden = lambda: told.append(store.table.entries)
+    assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 10
+    gone = [digest for whole in wholes for digest in whole[1:] if digest not in (held, hard)]
+    assert dropped.count <= 8 and told == [51] and len(store.groups.hidden) == 48 == len(gone)
+    # Neither the worker nor readers of the arena find any of them, and they are in no list.
+    assert store.exists(gone) == [Status.NOT_FOUND] * 48
+    assert {status for status, *_ in store.locate(other.session, gone)} == {Status.NOT_FOUND}
+    assert {store.locate(None, [each])[0][0] for each in gone} == {Status.NOT_FOUND}
+    assert store.groups.mark(wholes[3][1:]) == Status.NOT_FOUND
+    assert [world.read(digest) for digest in gone] == [None] * 48
+    assert world.reader.slots_of_many(gone) == [-1] * 48
+    listed = listing.entries(world.reader)
+    assert len(listed) == 3 and listed["size"].all()
+    assert store.exists([held, hard, digest_of("alone")]) == [Status.OK] * 3
+    for slot in store.groups.hidden:
+        assert slot in store.table, "its slot is given to nobody"
+    # A value that is put now is another one.
+    again = gone[5]
+    (grant, *_), = store.sessions.grant(player.session, 5000, 1)
+    assert store.commit(player.session, [(again, grant, 5000, 0, 0, 0)]) == [Status.OK]
+    store.apply_pending()
+    turns = 0
+    while store.groups.hidden:
+        before = dropped.count
+        store.groups.drop_hidden(7)
+        assert 0 < dropped.count - before <= 7
+        turns += 1
+    assert turns == 7 and store.groups.evicted == 48 and store.table.entries == 4
+    assert store.exists([again]) == [Status.OK] and store.exists([gone[0]]) == [Status.NOT_FOUND]
+    check_groups(store)
+    check(store)
+
+
+def test_what_is_hidden_is_evicted_and_mended_like_any_other(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups_module, "ORPHANS_MAX", 0)
+    world = GroupWorld(segment, slots=512)
+    store, player = world.store, world.join()
+    whole = members("w", 30)
+    for digest in whole:
+        world.put(player, digest, 100_000)
+    world.group(whole)
+    assert store.delete(whole[:1]) == [Status.OK] and len(store.groups.hidden) == 29
+    room = world.geometry.data_bytes // 100_000
+    for number in range(2 * room):
+        (grant, *_), = store.sessions.grant(player.session, 100_000, 1)
+        assert store.commit(player.session, [(digest_of(f"e{number}"), grant, 100_000, 0, 0, 0)]) == [Status.OK]
+    store.apply_pending()
+    assert not store.groups.hidden, "they were evicted, as nobody has dropped them"
+    check(store)
+
+
+def test_a_death_while_some_are_hidden(small_segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every store, and before any of them is dropped."""
+    monkeypatch.setattr(groups_module, "ORPHANS_MAX", 0)
+
+    def hiding(world: GroupWorld) -> Operation:
+        marking(world)()
+        return lambda: world.store.delete([TRIPLE[1]])
+
+    world = GroupWorld(small_segment, slots=64)
+    cut = Cut(world, hiding)  # type: ignore[arg-type]
+    seen = set()
+    for frame in chosen(cut.tape.frames, TORN_MAX):
+        cut.show(frame)
+        world.recover()
+        check_groups(world.store)
+        here = [world.store.table.lookup(digest) >= 0 for digest in TRIPLE]
+        seen.add(sum(here))
+        assert not any(here) or (all(here) and world.store.groups.count == 1)
+    assert seen == {0, 3}
+
+
+def test_a_value_that_is_put_over_an_orphan_stays(segment: OwnedArena) -> None:
+    """A grant has evicted the other member, and nothing was settled before the put, which was acknowledged."""
+    world = GroupWorld(segment, slots=1024)
+    store, player = world.store, world.join()
+    pair = members("p")
+    for digest in pair:
+        world.put(player, digest, 60_000)
+    world.group(pair)
+    session = player.session
+    (own, *_), = store.sessions.grant(session, 60_000, 1)
+    while not store.groups.orphans:
+        (grant, *_), = store.sessions.grant(session, 60_000, 1)
+        if not store.groups.orphans:
+            assert store.commit(session, [(digest_of(f"more {grant}"), grant, 60_000, 0, 0, 0)]) == [Status.OK]
+    (left,) = [digest for digest in pair if store.table.lookup(digest) >= 0]
+    assert store.commit(session, [(left, own, 60_000, 0, 0, 0)]) == [Status.OK]
+    store.apply_pending()
+    assert store.exists([left]) == [Status.OK]
+    world.recover()
+    assert world.store.exists([left]) == [Status.OK]
+
+
+def test_an_orphan_is_not_found_before_it_is_dropped(segment: OwnedArena) -> None:
+    world = GroupWorld(segment)
+    store, player = world.store, world.join()
+    pair = members("p")
+    for digest in pair:
+        world.put(player, digest, 5000)
+    world.group(pair)
+    store.drop_spoilt(store.table.lookup(pair[0]))
+    assert store.groups.orphans and store.exists(pair) == [Status.NOT_FOUND] * 2
 
 
 # -- against the model --------------------------------------------------------------------------------

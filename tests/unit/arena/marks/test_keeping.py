@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from simm.arena.hashing import shard_of
+from simm.arena.hashing import SHARD_BITS, sets_of, shard_of
 from simm.arena.layout import ENTRY_LARGE
 from simm.arena.marks import awaited
 from simm.arena.marks.kept import HARD, NEAR, SOFT, KeptEntry, unpack
@@ -172,11 +172,11 @@ def test_a_full_set_evicts_none_that_is_hard_kept(segment: OwnedArena) -> None:
     digests = put_some(world, 16)
     store = world.store
     assert store.exists(digests) == [Status.OK] * 16
-    assert store.keep(digests[:8], HARD, 10, 0) + store.keep(digests[8:15], SOFT, 10, 0) == [Status.OK] * 15
+    assert store.keep(digests[:4], HARD, 10, 0) + store.keep(digests[4:15], SOFT, 10, 0) == [Status.OK] * 15
     put_some(world, 1, "new")
     assert store.exists(digests[:15]) == [Status.OK] * 15 and store.exists(digests[15:]) == [Status.NOT_FOUND]
     put_some(world, 20, "newer")
-    assert store.exists(digests[:8]) == [Status.OK] * 8 and store.set_evictions > 0
+    assert store.exists(digests[:4]) == [Status.OK] * 4 and store.set_evictions > 0
     world.check()
 
 
@@ -273,6 +273,50 @@ def test_death_at_every_store(segment: OwnedArena, scene: Scene) -> None:
         assert state() in allowed
         seen.add(state())
     assert seen == set(allowed)
+
+
+def with_the_sets_of(digest: bytes, number: int, sets: int) -> bytes:
+    """Another digest that may lie in the same two sets only. Anybody may make some."""
+    first, second = sets_of(digest, sets)
+    low = (first + sets * (number + 1)) << SHARD_BITS | number
+    made = low.to_bytes(8, "little") + (second + sets * (number + 7)).to_bytes(8, "little")
+    assert sets_of(made, sets) == (first, second)
+    return made
+
+
+def test_nobody_keeps_a_key_out_of_its_sets(segment: OwnedArena) -> None:
+    """Sixteen digests that were made up for it did, for as long as they were hard kept, with a KiB in all."""
+    world = World(segment, slots=256)
+    player, victim = world.join(), digest_of("victim")
+    others = [with_the_sets_of(victim, number, world.geometry.sets) for number in range(16)]
+    for digest in others:
+        world.put(player, digest, 64)
+    statuses = world.store.keep(others, HARD, 1000, 0)
+    assert statuses.count(Status.OVER_QUOTA) == 4 and statuses.count(Status.OK) == 12
+    assert world.put(player, victim, 64)
+    # A predecessor that knew no such bound, or who has stored into an arena without a vault.
+    assert world.store.delete([victim]) == [Status.OK]
+    world.values.pop(victim)
+    left = [digest for digest in others if world.store.table.lookup(digest) >= 0]
+    for digest in left:
+        world.store.table.set_marks(world.store.table.lookup(digest), HARD << 30 | 500)
+    world.die()
+    classes = [entry.how for _, entry in world.store.space.kept.items()]
+    assert len(left) == len(classes) == 15 and classes.count(HARD) <= 12
+    assert world.put(world.join(), victim, 64)
+    world.check()
+
+
+def test_small_values_take_a_quarter_of_the_slots(segment: OwnedArena) -> None:
+    """Of 64 bytes each they could take all of them, and the other namespaces found no slot."""
+    world = World(segment, slots=1024)
+    player = world.join("a")
+    digests = [digest_of(f"s{number}") for number in range(400)]
+    for digest in digests:
+        world.put(player, digest, 64)
+    statuses = world.store.keep(digests, HARD, 1000, 0)
+    assert statuses.count(Status.OK) == 256 and statuses.count(Status.OVER_QUOTA) == 144
+    world.check()
 
 
 def test_many_at_once(segment: OwnedArena) -> None:

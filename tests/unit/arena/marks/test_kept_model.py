@@ -10,7 +10,7 @@ import pytest
 from simm.arena.marks import kept as kept_module
 from simm.arena.marks.kept import HARD, SOFT, KeptEntries, pack, unpack
 from simm.arena.space import Space
-from simm.constants import KEEP_S_MAX, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
+from simm.constants import KEEP_S_MAX, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX, WAYS
 from simm.errors import CorruptionError
 from simm.slab import chunk_bytes_for
 from tests.support.consistency import check
@@ -25,6 +25,7 @@ class Keeper(Owner):
 
     def __init__(self, size: int, slots: int, policy: str = "lru", kind: type[Space] = Space) -> None:
         super().__init__(size, slots, policy, kind)
+        self.free_slots.sort(key=lambda slot: slot % WAYS)  # from set to set, as digests are
         self.kept: dict[int, tuple[int, int, int]] = {}
         self.now = 0
         self.soft_evicted = 0
@@ -76,6 +77,14 @@ class Keeper(Owner):
                 return False
         return True
 
+    def has_slots(self, slot: int, namespace: int) -> bool:
+        """Whether an entry may be hard kept in its slot: half of all may be so, a quarter for one namespace."""
+        hard = {each: owner for each, (how, _, owner) in self.kept.items() if how == HARD and each != slot}
+        slots = len(self.visited)
+        mine = sum(owner == namespace for owner in hard.values())
+        mates = sum(each // WAYS == slot // WAYS for each in hard)
+        return len(hard) < slots // 2 and mine < slots // 4 and mates < WAYS - 2
+
     def admits(self, slot: int, namespace: int, offset: int) -> bool:
         size = self.chunks[offset].size
         whole, own = self.hard_bytes(slot) + size, self.hard_bytes(slot, namespace) + size
@@ -89,7 +98,7 @@ class Keeper(Owner):
         return offset
 
     def keep(self, slot: int, how: int, until: int, namespace: int) -> None:
-        right = how == SOFT or self.admits(slot, namespace, self.slots[slot])
+        right = how == SOFT or (self.has_slots(slot, namespace) and self.admits(slot, namespace, self.slots[slot]))
         assert self.space.kept.keep(slot, how, until, namespace) == right
         if right:
             self.kept[slot] = how, until, namespace
@@ -352,13 +361,75 @@ def test_a_put_that_finds_only_hard_kept_victims_fails() -> None:
     assert owner.grant(SLAB_CHUNK_BYTES_MAX) >= 0
 
 
-def test_the_heap_of_times_stays_small() -> None:
+def test_no_time_that_has_changed_is_left_behind() -> None:
     owner = Keeper(8 * MIB, 400)
-    slot = owner.publish(owner.space_for(65_536))
+    kept, slot = owner.space.kept, owner.publish(owner.space_for(65_536))
     for until in range(1, 5000):
         owner.keep(slot, SOFT, until, 1)
-    assert len(owner.space.kept._due) < 100 and owner.space.kept.due(4998, 10) == []
-    assert owner.space.kept.due(4999, 10) == [slot]
+    assert len(kept._due) == 1 and kept.due(4998, 1000) == [] and not kept.is_due(4998)
+    assert kept.is_due(4999) and kept.due(4999, 10) == [slot]
+    owner.keep(slot, SOFT, 70, 1)  # before what was looked at
+    assert kept.due(4999, 1000) == [slot]
+    owner.keep(slot, SOFT, 10_000_000, 1)
+    assert kept.due(9_999_999, 1000) == [] and not kept.is_due(9_999_999)
+    kept.end(slot)
+    assert not kept._due and not kept.is_due(1 << 30)
+
+
+def test_one_look_at_the_times_is_bounded() -> None:
+    """Whatever lies behind: entries that are due, and seconds without any."""
+    owner = Keeper(8 * MIB, 400)
+    kept, slots = owner.space.kept, [owner.publish(owner.space_for(65_536)) for _ in range(20)]
+    for number, slot in enumerate(slots):
+        owner.keep(slot, SOFT, 10 if number < 12 else 50_000, 1)
+    found = []
+    for most in (5, 5, 5):
+        some = kept.due(60_000, most)
+        assert len(some) <= most and kept.is_due(60_000)
+        found += some
+        for slot in some:
+            kept.end(slot)
+    assert sorted(found) == sorted(slots[:12])
+    assert kept._due_from <= 10 + kept_module.SECONDS_EACH * 5
+    looks = 0
+    while kept.is_due(60_000):
+        looks += 1
+        for slot in kept.due(60_000, 100):
+            kept.end(slot)
+    assert looks > 1 and not kept.entries
+
+
+def small(slots: int, count: int) -> tuple[Keeper, list[int]]:
+    """A table of few slots, and so many small values in it."""
+    owner = Keeper(8 * MIB, slots)
+    return owner, [owner.publish(owner.space_for(64)) for _ in range(count)]
+
+
+def test_small_values_are_bounded_by_slots() -> None:
+    """By bytes, values of 64 bytes could be hard kept in all slots of a table."""
+    owner, slots = small(400, 400)
+    for at, slot in enumerate(slots):
+        owner.keep(slot, HARD, 100, at % 2 * at % 3)
+    by_space = [sum(owner_of == each for _, _, owner_of in owner.kept.values()) for each in range(3)]
+    assert max(by_space) == 100 and len(owner.kept) == owner.space.kept.hard_slots == 200
+    owner.compare()
+    check(owner.space)
+    owner.keep(next(iter(owner.kept)), HARD, 200, next(iter(owner.kept.values()))[2])  # again: its slot counts once
+    assert owner.space.kept.hard_slots == 200
+
+
+def test_no_set_is_hard_kept_as_a_whole() -> None:
+    """Else a key whose two sets were full of such entries could not be stored before their time."""
+    owner, slots = small(400, 400)
+    mates = [slot for slot in slots if slot // WAYS == 3]
+    for slot in mates:
+        owner.keep(slot, HARD, 100, 0)
+    assert len(owner.kept) == WAYS - 2
+    owner.space.kept.end(mates[0])
+    del owner.kept[mates[0]]
+    owner.keep(mates[-1], HARD, 100, 0)
+    assert mates[-1] in owner.kept
+    check(owner.space)
 
 
 def test_words() -> None:
