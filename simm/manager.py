@@ -144,7 +144,7 @@ class Manager(Service):
         self._push_frame, self._push_epoch = b"", 0
         self._encoded: Encoded | None = None
         self._links = ServerLinks(lambda: self.cluster.nodes)
-        self.advances = Advances(lambda: self.cluster, lease_s)
+        self.advances: Advances = Advances(lambda: self.cluster, lease_s)
         self.activity = activity.Activity(tokens)
         self.events = EventLog(lambda: len(self.cluster.live_workers()))
         self.pages = ManagerPages(self.status, self.standing, self._trouble, self.activity, self.events, loop.clock)

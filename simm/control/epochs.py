@@ -186,8 +186,8 @@ class Advances:
     def take_state(self, state: Any) -> None:
         """Take what an earlier manager has stored, None for nothing. One of an older version has stored nothing."""
         longest_ms = state.get("lease_ms") if isinstance(state, Mapping) else None
-        known = type(longest_ms) is int and longest_ms >= 0
-        self._before_s = (longest_ms / 1000 or math.inf) if known else 0.0
+        known = longest_ms if type(longest_ms) is int and longest_ms >= 0 else None
+        self._before_s = 0.0 if known is None else (known / 1000 or math.inf)
         if self._before_s <= (self.lease_s or math.inf):
             self._before_s = 0.0  # ours are as long
         self._heard_at = math.inf
