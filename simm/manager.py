@@ -160,6 +160,7 @@ class Manager(Service):
     def lead(self) -> None:
         """Serve the stored cluster. Raises CorruptionError, and what the store raises; does not lead then."""
         self.cluster = self._load()
+        self.advances.take_state(self.state.loaded)
         self.leading = True
 
     def step_down(self, why: str) -> None:
@@ -426,7 +427,7 @@ class Manager(Service):
         fresh = not self._to_push
         for peer in self._subscribers:
             state: ConnectionState = peer.context
-            if not state.stale and state.epoch != epoch:
+            if not state.stale and state.epoch != epoch and not self._waiting.for_map(peer):
                 state.stale = True
                 self._to_push.append(peer)
         if fresh:
@@ -456,7 +457,6 @@ class Manager(Service):
         # A predecessor may have left no trace, and one whose key was deleted leads on: see control/election.py.
         cluster.unsure = self.loop.clock() + (self._coordinator.ttl_s if self._coordinator is not None else 0)
         self._tuning.traces.take_state(self.state.loaded)
-        self.advances.take_state(self.state.loaded)
         self._push_epoch = cluster.epoch
         self.state.begin(reserved)
         return cluster

@@ -74,11 +74,12 @@ What can go wrong, and what we chose
 * *Old values take up room.* The worker drops them in turns, and before anything else when it needs room.
 
 LIMITATIONS. A manager that has lost its state does not know of servers that are cut off from it. Its advances wait for
-their leases, but a namespace's first advance cannot know of their values without an epoch. The same holds for a server
-that was away for so long that it is forgotten, or whose name another one has. A host whose clock stands still while it
-is suspended together with its lease (a virtual machine that is paused) may show old values until its first heartbeat. A
-process in a time namespace of its own, with another CLOCK_BOOTTIME, must not share an arena. Four bytes hold the
-epoch's lower half: a value of 2^32 maps ago would be taken for a new one, if it was neither dropped nor evicted since.
+their leases, if those are no longer than its own, but a namespace's first advance cannot know of their values without
+an epoch. The same holds for a server that was away for so long that it is forgotten, or whose name another one has. A
+host whose clock stands still while it is suspended together with its lease (a virtual machine that is paused) may show
+old values until its first heartbeat. A process in a time namespace of its own, with another CLOCK_BOOTTIME, must not
+share an arena. Four bytes hold the epoch's lower half: a value of 2^32 maps ago would be taken for a new one, if it was
+neither dropped nor evicted since.
 """
 
 from __future__ import annotations

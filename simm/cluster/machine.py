@@ -408,8 +408,8 @@ class Cluster:
     ) -> Cluster:  # fmt: skip
         """Make a cluster from what :meth:`to_state` returned. ``epoch``: one that no map can have had before.
 
-        It goes on some way beyond that one, as the state may be a copy by which another life went on. How far is decided
-        by 64 random bits: ``drawn``, else those of ``chance``.
+        It goes on some way beyond that one, as the state may be a copy by which another life went on: ``drawn``, 64
+        random bits, else those of ``chance``, say how far.
         Nodes that were alive are JOINING: they have the time of a new node to send a heartbeat, or ``return_s`` if that
         is more. Graces begin anew, as no clock outlives the manager. Raises CorruptionError for a state that
         :meth:`to_state` cannot have made.

@@ -12,9 +12,10 @@ What can go wrong, and what we chose
   drops its values of it.
 * *Two lives begin with one state.* A copy of the file is restored, or a life stores nothing on a failing disk. If both
   went on from the same epoch, servers with a map of the one would take it for a map of the other, and an advance would
-  be confirmed by who has never heard of it. So each life that begins with a stored state goes on by 2^22 to 2^23
-  epochs, drawn by chance (``beyond_stored``). Two of 1,000 maps each meet with a probability of 5 in 10,000, and
-  servers are believed if the copy is some hundred starts old.
+  be confirmed by who has never heard of it. So each life that begins with a stored state goes on by 2^20 to 2^21
+  epochs, drawn by chance (``beyond_stored``). Two of 1,000 maps each meet with a probability of 2 in 1,000, and servers
+  are believed if the copy is two thousand starts old. Clients may have later maps than this life then, as after a lost
+  state: see below.
 * *A peer names an epoch that cannot be*, to drive this manager's beyond all that fit a map. Epochs are believed up to
   ``epoch_limit``; by a manager that knows nothing up to ``BLANK_LIMIT``, so that it may lose its state thousands of
   times. A client's starts a collection, once: clients come again and again, and would keep a manager waiting for
@@ -37,9 +38,9 @@ What can go wrong, and what we chose
   on from the same map, but elsewhere. Two such lives of 1,000 maps each meet with a probability of 4 in a million, if
   no client says otherwise.
 * *Clients have maps above ours*, of such a life that went further. They ignore older maps, so this manager must pass
-  them. Clients are believed only by a manager that has adopted a map, within 2^30 epochs: all at once at the end of the
-  collection, and later once in ``HEED_S``. So a client can drive the epochs by no more than a data server can. A
-  manager that was restarted since does not believe them.
+  them. Clients are believed by a manager that has adopted a map, within 2^30 epochs, all at once at the end of the
+  collection, and later once in ``HEED_S``. So a client can drive the epochs by no more than a data server can. One that
+  has begun with a stored state believes them within 2^24 epochs, what eight lives go on by at least.
 * *The lost map never comes.* After ``rebuild_beats`` the manager goes on with what it has. If the servers that alone
   had the newest map have died cold, nobody knows of it: an older owner of a shard serves what it has, and a value that
   was superseded there shows again. So it does only for a key that was put with two values, which no content hash is.
@@ -55,7 +56,7 @@ from numpy.typing import NDArray
 
 from ..constants import NO_OWNER
 from ..wire.messages import Join, MapOffer, WorkerInfo
-from ..wire.shard_set import BLANK_LIMIT, beyond_lost, epoch_limit, lost_limit
+from ..wire.shard_set import BLANK_LIMIT, beyond_lost, beyond_stored, epoch_limit, lost_limit, stored_limit
 from .nodes import Node, NodeState, join_fault
 from .shard_map import ShardMap, Tables
 
@@ -154,7 +155,9 @@ class Recovery:
         elif supervisor:
             believed = epoch > 0 and (self._for_client or not self.collecting)
         else:
-            believed = epoch > current and not self._listened
+            # A life that knew nothing may have stored that, and this one goes on beyond it.
+            unknown = epoch > current or self.base_epoch < epoch < self.own_epoch
+            believed = unknown and not self._listened
         if believed:
             self.until, self._listened, self._for_client = until, True, not (server or supervisor)
             self.base_epoch = self.newest_seen = 0
@@ -196,7 +199,7 @@ class Recovery:
 
     def claim(self, epoch: int, current: int) -> None:
         """Note that a client has a map of this epoch. ``current``: the manager's epoch."""
-        believed = self.collecting or (self._adopted and epoch <= lost_limit(current))
+        believed = self.collecting or epoch <= self._claimed_limit(current)
         if believed and epoch > current and len(self._claims) < CLAIMS_MAX:
             self._claims.add(epoch)
 
@@ -207,12 +210,19 @@ class Recovery:
         """
         if not self._claims or self.collecting or now < self._heed_at:
             return 0
-        known = max((each for each in self._claims if current < each <= lost_limit(current)), default=0)
+        limit = self._claimed_limit(current)
+        known = max((each for each in self._claims if current < each <= limit), default=0)
         self._claims.clear()
-        if not (known and self._adopted):
+        if not known:
             return 0
         self._heed_at = now + HEED_S
-        return self.beyond(known)
+        return self.beyond(known) if self._adopted else beyond_stored(known, self._chance(64))
+
+    def _claimed_limit(self, current: int) -> int:
+        """Return the highest epoch that is believed of a client; 0 if nothing can have been lost."""
+        if self._adopted:
+            return lost_limit(current)
+        return stored_limit(current) if self._stored else 0
 
     def expects(self, node: Node, msg: Join) -> bool:
         """Return True for the warm successor of a node known only by the adopted map, if it stopped by then.

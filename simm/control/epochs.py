@@ -10,8 +10,10 @@ are judged by one look at the servers. A heartbeat brings about a look only if i
 until that speaks, no advance is acknowledged by all. What time brings about waits for the next maintenance.
 
 A manager may be started with a shorter lease than the one before had. Servers that have not heard of it go on with the
-old length, so the longest one is stored with the state. Advances wait for that one, until all servers have acknowledged
-an advance of this manager, and so know the new length, and the last of the old leases has ended.
+old length, so the longest one is stored with the state. Advances wait for that one until the last of the old leases has
+ended. This manager extends a lease only if the server has one of its maps, and EPOCHS with the new length came before
+that. So old leases end in their time from when it began to lead. Those without an end, and those of namespaces whose
+EPOCHS this manager did not know, last until all servers have acknowledged an advance.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ class Advances:
         #: Advances that were confirmed; that were not, in time.
         self.confirmed = self.unconfirmed = 0
         #: The longest lease that an earlier manager has given and that may still run, seconds; 0: none is longer than
-        #: ours. Since when all servers have had EPOCHS of ours, by which they know the new length.
+        #: ours. Since when none is given any more; None: since this manager began to lead.
         self._before_s = 0.0
-        self._heard_at = math.inf
+        self._given_until: float | None = math.inf
         #: How many may be made, as of a time.
         self._left = float(ADVANCES_AT_ONCE)
         self._left_at = 0.0
@@ -148,6 +150,7 @@ class Advances:
             return False
         cluster = self._cluster()
         settled = cluster.namespaces.settled
+        forgot = self._forget_earlier(now)
         nodes = Acknowledged(cluster.nodes.values())
         lease_s = self.lease_s if self._before_s == math.inf else max(self.lease_s, self._before_s)
         left = []
@@ -174,7 +177,7 @@ class Advances:
                 left.append(each)
                 self._behind = self._behind or nodes.behind(epoch)
         self._waiting = left
-        return cluster.namespaces.settled != settled or self._forget_earlier(now)
+        return cluster.namespaces.settled != settled or forgot
 
     # -- leases of earlier managers ------------------------------------------------------------------
 
@@ -184,22 +187,28 @@ class Advances:
         return {"lease_ms": 0 if longest_s == math.inf else round(longest_s * 1000)}
 
     def take_state(self, state: Any) -> None:
-        """Take what an earlier manager has stored, None for nothing. One of an older version has stored nothing."""
+        """Take what an earlier manager has stored, None for nothing. The cluster is the one of that state.
+
+        A state that is lost, or of an older version, says nothing of leases.
+        """
         longest_ms = state.get("lease_ms") if isinstance(state, Mapping) else None
         known = longest_ms if type(longest_ms) is int and longest_ms >= 0 else None
         self._before_s = 0.0 if known is None else (known / 1000 or math.inf)
         if self._before_s <= (self.lease_s or math.inf):
             self._before_s = 0.0  # ours are as long
-        self._heard_at = math.inf
+        ends = self._before_s < math.inf and bool(self._cluster().namespaces)
+        self._given_until = None if ends else math.inf
 
     def _all_heard(self, now: float) -> None:
         """Note that all servers give leases of our length from now on."""
-        self._heard_at = min(self._heard_at, now)
+        if self._given_until is not None:
+            self._given_until = min(self._given_until, now)
 
     def _forget_earlier(self, now: float) -> bool:
         """Forget the leases of earlier managers once all have ended. Return True if that is to be stored."""
         longest_s = self.lease_s if self._before_s == math.inf else self._before_s
-        over = self._before_s > 0.0 and now > self._heard_at + longest_s * (1 + DRIFT) + LATE_S
+        until = self._cluster().unsure if self._given_until is None else self._given_until
+        over = self._before_s > 0.0 and now > until + longest_s * (1 + DRIFT) + LATE_S
         if over:
             self._before_s = 0.0
         return over

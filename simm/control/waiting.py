@@ -50,6 +50,10 @@ class Waiting:
         else:
             waiting.append((number, said))
 
+    def for_map(self, peer: Peer) -> bool:
+        """Return True if this connection waits for the map, and so gets the newest one as an answer."""
+        return any(said is None for _, said in self._of.get(peer, ()))
+
     def drop(self, peer: Peer) -> None:
         """Forget the requests of a connection that has closed."""
         self._of.pop(peer, None)

@@ -307,9 +307,8 @@ FAULTS: Final[dict[str, Fault]] = {
     "old-file": Fault("kill -9 of the manager, back from an old state file", partial(_manager_down, old_disk=True)),
 }
 
-#: The default kinds. Restoring an old state file is an operator's mistake that the protocol does not undo for clients: if
-#: several lives have begun since the copy was made, a client with a newer map than all servers may wait for epochs to
-#: pass its own.
+#: The default kinds. Restoring an old state file is an operator's mistake. If many lives have begun since the copy was
+#: made, a client with a newer map than all servers may wait for epochs to pass its own.
 #: Two are for scenarios in which namespaces advance, and most of the others' faults would be of these kinds. The death
 #: of a stream is for those with pins, of which it is the end.
 DEFAULT: Final = tuple(kind for kind in FAULTS if kind not in ("old-file", "island", "client-pause", "stream"))

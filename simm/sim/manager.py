@@ -121,7 +121,7 @@ class ManagerHost:
             self._lives += 1
             self.cluster = Cluster.from_state(
                 self.disk["cluster"], self._clock(), self.timing, reserved, self.net.random.getrandbits,
-                Random(self._lives).getrandbits(64),
+                Random((self.net.seed << 16) + self._lives).getrandbits(64),
             )  # fmt: skip
             self.reserved = reserved
         self.last_pushed = self.cluster.epoch

@@ -95,6 +95,7 @@ class Net:
     """
 
     def __init__(self, seed: int, latency_s: float = 0.0004) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
         self.latency_s = latency_s

@@ -40,8 +40,10 @@ def attentive(cluster: int, now: float, timing: Timing = DEFAULT) -> Cluster:
     return _Attentive(cluster, now, timing)
 
 
-def attentive_again(state: Any, now: float, timing: Timing = DEFAULT, epoch: int = 0) -> Cluster:
-    return _Attentive.from_state(state, now, timing, epoch)
+def attentive_again(
+    state: Any, now: float, timing: Timing = DEFAULT, epoch: int = 0, drawn: int | None = None
+) -> Cluster:  # fmt: skip
+    return _Attentive.from_state(state, now, timing, epoch, drawn=drawn)
 
 
 def join(name: str, instance: int, *capacities: int, warm: bool = False, epoch: int = 0) -> Join:

@@ -17,11 +17,13 @@ import pytest
 from simm import manager as manager_module
 from simm.cluster.machine import Cluster
 from simm.control.state_file import StateFile
+from simm.control.waiting import ANSWERED_PER_TURN
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
 from simm.tools import nodes
 from simm.wire import messages as M
+from simm.wire.epoch_messages import SUBSCRIBE_MAPS, Advance
 from simm.wire.hello import client_hello
 from simm.wire.messages import WorkerInfo
 from tests.support.manager_client import instance, joining
@@ -385,3 +387,54 @@ def test_requests_for_a_map_that_cannot_be_stored_do_not_pile_up() -> None:
         wait_until(lambda: turns() or not manager._waiting, "the map is stored")
         answered = [asker.hear().request_id for _ in range(8)]
         assert answered == list(range(1, 9))
+
+
+def test_a_manager_stores_its_lease_and_knows_that_of_the_one_before(tmp_path: Path) -> None:
+    """An advance must wait for the longest lease that was given."""
+    stored = []
+    for lease_s in (30.0, 2.0, 0.0, 5.0):
+        with contextlib.closing(Loop(lambda: 1000.0)) as loop, contextlib.closing(StateFile(tmp_path, "m")) as file:
+            manager = Manager(loop, store=file, lease_s=lease_s)
+            assert manager.state.save_now(last=True)
+            stored.append(file.load()["lease_ms"])
+            manager.state.close()
+    assert stored == [30_000, 30_000, 0, 0], "what may still run; 0: for ever"
+
+
+def test_no_advance_is_made_while_nothing_can_be_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a coordinator. Else tenants would use up the epochs that are reserved, and servers get no answer then."""
+    now = [1000.0]
+    loop = Loop(lambda: now[0])
+    with contextlib.closing(loop), contextlib.closing(StateFile(tmp_path, "m")) as file:
+        manager = Manager(loop, store=file)
+        monkeypatch.setattr(type(manager.state), "refuses", property(lambda _: "the state cannot be stored"))
+        talk = Talk(loop, manager)
+        with contextlib.closing(talk.sock):
+            talk.ask(Advance("n", 1000), 1)
+            before = manager.cluster.epoch
+            answer = talk.hear()
+            assert answer.status == M.Status.BUSY and manager.cluster.epoch == before
+        manager.state.close()
+
+
+def test_who_waits_for_the_map_gets_it_once() -> None:
+    """Those beyond the first part of the answers got it by a push as well."""
+    now = [1000.0]
+    loop = Loop(lambda: now[0])
+    with contextlib.closing(loop), contextlib.ExitStack() as stack:
+        manager = Manager(loop)
+        server, *talks = [Talk(loop, manager) for _ in range(1 + ANSWERED_PER_TURN + 20)]
+        for talk in (server, *talks):
+            stack.enter_context(contextlib.closing(talk.sock))
+        manager.cluster._recovery.until = 1e9  # a lost map is collected: all wait
+        for talk in talks:
+            talk.ask(M.MapGet(0, SUBSCRIBE_MAPS), 1)
+        for _ in range(10):
+            loop.run_once(0.0)
+        assert len(manager._waiting) == len(talks)
+        manager.cluster._recovery.until = None
+        server.ask(joining(1, "a", [INFO]), 1)
+        for _ in range(30):
+            now[0] += 0.1
+            loop.run_once(0.0)
+        assert manager.counts["maps_sent"] == len(talks) and manager.counts["pushes"] == 0

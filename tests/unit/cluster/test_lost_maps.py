@@ -12,7 +12,15 @@ from simm.cluster import machine, recovery
 from simm.cluster.machine import EPOCHS_RESERVED, Cluster
 from simm.cluster.recovery import CLAIMS_MAX, HEED_S
 from simm.wire.messages import MapReply, Status
-from simm.wire.shard_set import BLANK_LIMIT, EPOCH_MASK, EPOCHS_AHEAD, beyond_lost, epoch_limit, lost_limit
+from simm.wire.shard_set import (
+    BLANK_LIMIT,
+    EPOCH_MASK,
+    EPOCHS_AHEAD,
+    beyond_lost,
+    epoch_limit,
+    lost_limit,
+    stored_limit,
+)
 from tests.support.machine import ALL, answer, attentive, attentive_again, join, offer, rejoin, run, veterans
 
 Maps = dict[int, MapReply]
@@ -73,10 +81,10 @@ def test_a_manager_that_goes_on_at_a_fixed_distance_is_found(monkeypatch: pytest
 # --- one state, two lives ---------------------------------------------------------------------------
 
 
-def from_copy(state: str, now: float) -> Cluster:
+def from_copy(state: str, now: float, drawn: int | None = None) -> Cluster:
     """Return a manager that begins with a copy of a stored state."""
     loaded = json.loads(state)
-    return attentive_again(loaded, now, ALL, epoch=loaded["epoch"] + EPOCHS_RESERVED)
+    return attentive_again(loaded, now, ALL, epoch=loaded["epoch"] + EPOCHS_RESERVED, drawn=drawn)
 
 
 def two_lives_of_one_state() -> tuple[MapReply, Cluster]:
@@ -120,6 +128,40 @@ def test_a_copy_that_is_some_hundred_starts_old_is_of_use() -> None:
     rejoin(life, 300.0, "a", known.epoch)
     newest = life.map_reply()
     assert rejoin(second, 1e4 + 0.1, "a", newest.epoch).wants_map == 1
+
+
+def test_a_client_with_a_map_of_the_life_before_is_passed() -> None:
+    """That life stored nothing, no server has its map, and this one may have drawn a shorter way."""
+    known, _, _ = veterans()
+    state = json.dumps(known.to_state())
+    for seed in range(20):
+        first, second = from_copy(state, 0.0, 2 * seed + 1), from_copy(state, 100.0, seed)
+        for name in "abc":
+            rejoin(second, 100.1, name, known.epoch)
+        second.note_epoch(100.2, first.epoch)
+        assert second.epoch > first.epoch
+        second.check()
+
+
+def test_clients_do_not_drive_a_manager_that_was_restarted() -> None:
+    known, _, _ = veterans()
+    again = from_copy(json.dumps(known.to_state()), 0.0)
+    before = again.epoch
+    assert again.note_epoch(0.1, stored_limit(before) + 1) == [] and again.epoch == before
+    assert again.note_epoch(0.2, before + 1) and before < again.epoch <= lost_limit(before)
+    passed = again.epoch
+    assert again.note_epoch(0.3, passed + 1) == [] and again.epoch == passed, "once in ten minutes"
+
+
+def test_issue_a_state_of_a_life_that_knew_nothing_lets_clients_begin_a_collection() -> None:
+    """The state was lost, "nothing" was stored, and the next start went on beyond the epoch that the clients named."""
+    blank = attentive(5, 0.0, ALL)
+    again = from_copy(json.dumps(blank.to_state()), 0.0)
+    _, _, newest = veterans()
+    assert newest.epoch < again.epoch
+    again.note_epoch(0.1, newest.epoch)
+    assert again.rebuilding
+    assert rejoin(again, 0.2, "a", newest.epoch).wants_map == 1
 
 
 def lost_again(newest: MapReply) -> None:

@@ -130,3 +130,16 @@ def test_a_connection_has_a_bounded_number() -> None:
     for number in range(OF_PEER_MAX + 1):
         world.ask(peer, number)
     assert peer.refused == [OF_PEER_MAX]
+
+
+def test_who_waits_for_the_map_is_told_apart() -> None:
+    """Such a connection needs no push of the same map."""
+    world, peer, other = World(), Peer(), Peer()
+    world.allowed = False
+    one: Any = peer
+    two: Any = other
+    said: Any = object()
+    world.waiting.add(one, 1, said)
+    world.waiting.add(two, 1, said)
+    world.waiting.add(two, 2)
+    assert not world.waiting.for_map(one) and world.waiting.for_map(two)
