@@ -108,6 +108,9 @@ class DeviceRegistration(Registration):
 
     __slots__ = ("device",)
 
+    #: What keeps it from working is a module that is not there, or the like, and each try would cost a call its time.
+    tries_again = False
+
     def __init__(self, span: DeviceBuffer) -> None:
         super().__init__(span.address, span.size, writable=span.writable, keep=span.keep)
         self.device = span.device

@@ -7,7 +7,8 @@ address must deregister before it frees, as with any RDMA; a registered object i
 
 Finalizers run anywhere, and deregistering is a system call that may wait. So they only put regions and queue pairs on a
 list, and the next thread that registers or does maintenance closes them. Regions and rails are the parent's after a
-fork: the child forgets them and registers anew. Memory that cannot be registered goes through staging buffers.
+fork: the child forgets them and registers anew. Memory that cannot be registered goes through staging buffers, and is
+tried again later, as the kernel may only have been short of memory.
 
 A process has one fabric for each setting of devices, as regions belong to a rail. The first user opens it while the
 others wait, and the last one closes it.
@@ -19,6 +20,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +35,8 @@ log = logging.getLogger("simm.client")
 
 _LOCAL: Final = Access.LOCAL_WRITE
 _READ_ONLY: Final = Access(0)
+#: Seconds until memory that could not be registered is tried again: the first pause, which doubles, and the longest.
+AGAIN_S: Final = (10.0, 600.0)
 
 
 class Registration:
@@ -43,6 +47,9 @@ class Registration:
 
     __slots__ = ("__weakref__", "_failed", "_lock", "_regions", "address", "closed", "keep", "size", "writable")
 
+    #: Whether what has failed may work later.
+    tries_again = True
+
     def __init__(self, address: int, size: int, *, writable: bool = True, keep: Any = None) -> None:
         self.address = address
         self.size = size
@@ -52,8 +59,10 @@ class Registration:
         self._lock = threading.Lock()
         #: By the rail's id; the rail is kept, so that no other object gets the id.
         self._regions: dict[int, tuple[Rail, Region]] = {}
-        self._failed: set[int] = set()
-        _REGISTRATIONS.add(self)
+        #: By the rail's id, where it failed: when to try again (monotonic seconds), and the pause before that.
+        self._failed: dict[int, tuple[float, float]] = {}
+        with _lock:  # nobody can iterate over what another thread adds to
+            _REGISTRATIONS.add(self)
 
     def holds(self, address: int, size: int) -> bool:
         """Return True if it covers these bytes."""
@@ -63,7 +72,10 @@ class Registration:
         return f"<Registration {self.address:#x}, {self.size} bytes, {len(self._regions)} rails>"
 
     def lkey(self, rail: Rail) -> int | None:
-        """Return the local key for this rail, registered at the first call; None if that fails."""
+        """Return the local key for this rail, registered at the first call; None if that fails.
+
+        That call takes milliseconds a MiB. After a failure the first call after a pause (AGAIN_S) tries it again.
+        """
         known = self._regions.get(id(rail))
         if known is not None:
             return known[1].lkey
@@ -75,14 +87,18 @@ class Registration:
             known = self._regions.get(id(rail))
             if known is not None:
                 return known[1].lkey
-            if self.closed or id(rail) in self._failed:
+            failed = self._failed.get(id(rail))
+            if self.closed or (failed is not None and not (self.tries_again and time.monotonic() >= failed[0])):
                 return None
             try:
                 region = self._made(rail)
             except FabricError as exc:
-                self._failed.add(id(rail))
-                self._complain(rail, exc)
+                pause_s = AGAIN_S[0] if failed is None else min(2 * failed[1], AGAIN_S[1])
+                self._failed[id(rail)] = time.monotonic() + pause_s, pause_s
+                if failed is None:
+                    self._complain(rail, exc)
                 return None
+            self._failed.pop(id(rail), None)
             self._regions[id(rail)] = rail, region
             return region.lkey
 
@@ -120,11 +136,11 @@ class Registration:
         if rails is None:  # after a fork
             self._lock = threading.Lock()
             self._regions = {}
-            self._failed = set()
+            self._failed = {}
             return
         with self._lock:
             self._regions = {key: known for key, known in self._regions.items() if key not in rails}
-            self._failed -= rails
+            self._failed = {key: failed for key, failed in self._failed.items() if key not in rails}
 
     def __del__(self) -> None:
         regions = getattr(self, "_regions", None)
@@ -234,7 +250,9 @@ def release(shared: Shared) -> None:
     rails = {id(rail) for rail in fabric.rails}
     close_dropped()
     fabric.close()
-    for registration in list(_REGISTRATIONS):
+    with _lock:
+        registrations = list(_REGISTRATIONS)
+    for registration in registrations:
         registration.forget(rails)
 
 

@@ -4,7 +4,8 @@ The buffers of a :class:`StagingPool` are known to RDMA devices, and ``gpu/`` ma
 well. There are two kinds:
 
 * *Blocks* of ``BLOCK_BYTES``. A transfer takes several, once, at its beginning, while it holds none. It may get fewer
-  than it asked for, one at least, and releases them at its end. So no transfer that waits for blocks holds any.
+  than it asked for, one at least, and releases them at its end. So no transfer that waits for blocks holds any. It
+  names the list that they go to, and from which they come back, so that an interruption loses none.
 * *Whole buffers* of any size, for as long as an exchange or a stream of copies needs one. They are never waited for.
 
 A buffer is released when all transfers that use it are done, or the links they went over are closed, which is the
@@ -97,7 +98,10 @@ class StagingPool:
 
     def __init__(self, limit_bytes: int = POOL_BYTES) -> None:
         self._limit = max(1, limit_bytes // BLOCK_BYTES)
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        #: To wait and to notify; the lock itself is taken, see ``sdk/path.py``.
+        self._changed = threading.Condition(self._lock)
+        #: The last ones are taken first.
         self._free: list[StagingBuffer] = []
         #: Memory of blocks.
         self._memory: list[StagingMemory] = []
@@ -110,34 +114,38 @@ class StagingPool:
 
     # -- blocks -------------------------------------------------------------------------------------
 
-    def take(self, wanted: int, until: float) -> list[StagingBuffer]:
-        """Return up to ``wanted`` blocks and one at least, waiting for it until ``until`` (monotonic seconds).
+    def take(self, wanted: int, until: float, taken: list[StagingBuffer] | None = None) -> list[StagingBuffer]:
+        """Take up to ``wanted`` blocks, one at least, and return the list that they were added to.
 
-        The caller holds none. Raises TransportError when the time is up.
+        Waits for one until ``until``, monotonic seconds. Raises DeadlineError when the time is up, and TransportError
+        if there is no memory left.
         """
-        with self._changed:
-            while not (taken := self._take_locked(wanted)):
+        taken = [] if taken is None else taken
+        with self._lock:
+            while not self._take_locked(wanted, taken):
                 left = until - time.monotonic()
                 if left <= 0:
                     raise DeadlineError("deadline passed while waiting for a staging buffer")
                 self._changed.wait(left)
         return taken
 
-    def take_free(self, wanted: int) -> list[StagingBuffer]:
-        """Do :meth:`take` without a wait: return no block if there is none. Raises TransportError."""
-        with self._changed:
-            return self._take_locked(wanted)
+    def take_free(self, wanted: int, taken: list[StagingBuffer]) -> None:
+        """Do :meth:`take` without a wait: add no block if there is none. Raises TransportError."""
+        with self._lock:
+            self._take_locked(wanted, taken)
 
-    def _take_locked(self, wanted: int) -> list[StagingBuffer]:
+    def _take_locked(self, wanted: int, taken: list[StagingBuffer]) -> bool:
         while len(self._free) < wanted and self._made < self._limit:
             count = min(_STEP_BLOCKS, self._limit - self._made)
             memory = StagingMemory(count * BLOCK_BYTES)
-            self._memory.append(memory)
-            self._free += [StagingBuffer(memory, at * BLOCK_BYTES, BLOCK_BYTES) for at in range(count)]
+            fresh = [StagingBuffer(memory, at * BLOCK_BYTES, BLOCK_BYTES) for at in range(count)]
+            # No call from here on: a signal's handler could raise after one, with half of it done.
+            self._memory += (memory,)
+            self._free += fresh
             self._made += count
-        taken = self._free[-wanted:]
+        taken += self._free[-wanted:]
         del self._free[-wanted:]
-        return taken
+        return len(taken) > 0
 
     @property
     def has_blocks(self) -> bool:
@@ -146,9 +154,21 @@ class StagingPool:
 
     def release(self, blocks: Sequence[StagingBuffer]) -> None:
         """Take blocks back. Nothing is in flight in them."""
-        if blocks:
-            with self._changed:
-                self._free += blocks
+        self.give_back(list(blocks))
+
+    def give_back(self, taken: list[StagingBuffer], fit: Sequence[StagingBuffer] | None = None) -> None:
+        """Take back all blocks of a list, and empty it. Nothing is in flight in them. Twice is harmless.
+
+        If only some are ``fit`` for use, the others are taken last from now on.
+        """
+        if not taken:
+            return
+        good = taken if fit is None else [block for block in taken if block in fit]
+        bad = [] if fit is None else [block for block in taken if block not in fit]
+        with self._lock:
+            if taken:
+                self._free[:] = bad + self._free + good
+                taken[:] = ()
                 self._changed.notify_all()
 
     # -- whole buffers --------------------------------------------------------------------------------
@@ -162,7 +182,7 @@ class StagingPool:
         if exact:
             size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         else:
-            with self._changed:
+            with self._lock:
                 fitting = [buffer for buffer in self._idle if buffer.size >= size]
                 if fitting:
                     self._idle.remove(fitting[-1])
@@ -172,7 +192,7 @@ class StagingPool:
 
     def release_whole(self, buffer: StagingBuffer) -> None:
         """Take a whole buffer back. Nothing is in flight in it."""
-        with self._changed:
+        with self._lock:
             # The largest stay: they fit everything.
             self._idle.append(buffer)
             self._idle.sort(key=lambda each: -each.size)
@@ -189,7 +209,7 @@ class StagingPool:
 
     def close(self) -> None:
         """Deregister everything. No block may be taken."""
-        with self._changed:
+        with self._lock:
             memory, self._memory = self._memory, []
             memory += [buffer.memory for buffer in self._idle]
             self._idle.clear()
@@ -201,7 +221,8 @@ class StagingPool:
 
     def forget(self) -> None:
         """Give up all buffers in a forked child: their memory is not there."""
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._free, self._memory, self._idle = [], [], []
         self._made = 0
 

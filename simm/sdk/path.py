@@ -85,6 +85,8 @@ class Path:
         self.connecting = False
         #: Guards the state and the pool; never held during I/O.
         self._lock = threading.Lock()
+        #: To wait and to notify. Take the lock itself: a condition's ``__enter__`` is a Python function, and what a
+        #: signal's handler raises there would leave the lock taken for good.
         self._changed = threading.Condition(self._lock)
         self._idle: list[Any] = []
         fork.in_child(self._after_fork)
@@ -154,7 +156,7 @@ class Path:
 
     def close(self) -> None:
         """Close idle connections. Those in use close when they are returned. Twice is harmless."""
-        with self._changed:
+        with self._lock:
             idle = self._set_closed()
             self._changed.notify_all()
         for connection in idle:
@@ -172,7 +174,7 @@ class Path:
     def gone(self, until: float) -> bool:
         """Close the path; return whether it is over. Waits for calls until ``until``, monotonic seconds."""
         self.close()
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._in_use(), max(0.0, until - time.monotonic()))
 
     def _after_fork(self) -> None:

@@ -50,6 +50,18 @@ HEARTBEAT_POLL_S: Final = 0.02
 HEARTBEAT_TIMEOUT_S: Final = 1.0
 
 
+class Hold:
+    """What a caller holds of a path: it makes this before, so that it finds there what an interruption made it hold."""
+
+    __slots__ = ("connection", "counted")
+
+    def __init__(self, connection: RdmaConnection | None = None) -> None:
+        #: None while there is none, or it is being made.
+        self.connection = connection
+        #: Whether one of the path's CONNECTIONS_MAX is the caller's; changes together with the path's own count.
+        self.counted = connection is not None
+
+
 class RdmaPath(Path):
     """One worker by RDMA. Any thread may call it; :meth:`maintain` from one.
 
@@ -107,7 +119,7 @@ class RdmaPath(Path):
         if failure is not None and connection is not None:
             self._end(connection, failure)
             connection = None
-        with self._changed:
+        with self._lock:
             self.connecting = False
             if failure is not None:
                 self._set_down(failure)
@@ -132,7 +144,7 @@ class RdmaPath(Path):
             with self._lock:
                 self._set_down(str(fabric), PathState.ABSENT)
             raise FabricError(str(fabric))
-        with self._changed:
+        with self._lock:
             turn, self._turn = self._turn, self._turn + 1
             known = self.arena
         return RdmaConnection(
@@ -178,75 +190,104 @@ class RdmaPath(Path):
         self._stale = False
         self._heartbeat.restart(self._context.clock(), heartbeat)
 
-    def acquire(self, until: float) -> RdmaConnection:
+    def acquire(self, until: float, hold: Hold | None = None) -> RdmaConnection:
         """Return a connection for this thread: idle, new, or the next that is returned. Raises TransportError."""
-        with self._changed:
-            while (found := self._reserve()) is False:
+        hold = Hold() if hold is None else hold
+        with self._lock:
+            while not self._reserve(hold):
                 left = until - time.monotonic()
                 if left <= 0:
                     raise DeadlineError("deadline passed while all connections were in use")
                 self._changed.wait(left)
-        return self._new(until) if found is True else found
+        return self._held(hold, until)
 
-    def acquired(self, until: float) -> Steps[RdmaConnection]:
+    def acquired(self, until: float, hold: Hold) -> Steps[RdmaConnection]:
         """Do :meth:`acquire` in steps, for a thread that has connections of other paths meanwhile.
 
         If it waited by itself, others that want those connections could have the one that it waits for.
         """
         while True:
-            with self._changed:
-                found = self._reserve()
-            if found is not False:
-                return self._new(until) if found is True else found
+            with self._lock:
+                found = self._reserve(hold)
+            if found:
+                return self._held(hold, until)
             if not (yield Polled(lambda: bool(self._idle) or self._connections < CONNECTIONS_MAX, until)):
-                return self.acquire(until)
+                return self.acquire(until, hold)
 
-    def _reserve(self) -> RdmaConnection | bool:
-        """Return an idle connection, or else whether the caller may make one. The lock is held. Raises TransportError.
+    def _reserve(self, hold: Hold) -> bool:
+        """Let the caller hold an idle connection, or room for a new one; return False if there is neither.
+
+        The lock is held. Raises TransportError.
         """
         if self.down_reason is not None:
             raise TransportError(self.down_reason)
+        # There is no call from here on: a signal's handler could raise after one, with half of it done.
         if self._idle:
-            return self._idle.pop()
+            hold.connection = self._idle[-1]
+            hold.counted = True
+            del self._idle[-1]
+            return True
         if self._connections < CONNECTIONS_MAX:
             self._connections += 1
+            hold.counted = True
             return True
         return False
 
-    def _new(self, until: float) -> RdmaConnection:
-        """Return a new connection, which :meth:`_reserve` has counted. Raises TransportError."""
+    def _held(self, hold: Hold, until: float) -> RdmaConnection:
+        """Return the connection that is held, made now if it is new. Raises TransportError, and none is held then."""
+        if hold.connection is not None:
+            return hold.connection
         try:
-            connection = self._open(until)
+            hold.connection = connection = self._open(until)
         except BaseException as exc:
-            with self._changed:
-                self._connections -= 1
-                alone = not self._connections
-                self._changed.notify()
+            alone = self._uncount(hold)
             if not isinstance(exc, PeerError):
                 raise
             if alone:  # nothing says that the endpoint is there
                 self.drop(str(exc))
             raise TransportError(str(exc)) from exc
-        with self._changed:
+        with self._lock:
             if self.state is PathState.UP:
                 self._adopt(connection)
                 return connection
             reason = self.down_reason or "closed"
-        self.lost(connection, reason)
+        self.lose(hold, reason)
         raise TransportError(reason)
+
+    def _uncount(self, hold: Hold) -> bool:
+        """Give up the room of a connection; return whether the path has no other. Twice is harmless."""
+        with self._lock:
+            if hold.counted:
+                self._connections -= 1
+                hold.counted = False
+                self._changed.notify()
+            return not self._connections
 
     def release(self, connection: RdmaConnection) -> None:
         """Take a connection back that has nothing in flight on it."""
-        with self._changed:
+        self.give_back(Hold(connection))
+
+    def give_back(self, hold: Hold) -> None:
+        """Take back what is held. Nothing is in flight on it. Twice is harmless."""
+        connection = hold.connection
+        if connection is None:
+            self._uncount(hold)
+            return
+        with self._lock:
+            if not hold.counted:
+                return
             if self.down_reason is None and not connection.broken and connection.arena is self.arena:
                 if self._asking and self._watched is None:
                     self._asking = False
                     self._watched = connection
+                    hold.counted = False
                 else:
-                    self._idle.append(connection)
+                    self._idle += (connection,)
+                    hold.counted = False
                     self._changed.notify()
                 return
             self._connections -= 1
+            hold.counted = False
             self._changed.notify()
         self._end(connection)
 
@@ -255,21 +296,36 @@ class RdmaPath(Path):
 
         Raises FabricError if a queue pair cannot be destroyed.
         """
+        self.lose(Hold(connection), reason)
+
+    def lose(self, hold: Hold, reason: str) -> None:
+        """Do :meth:`lost` with what is held. Twice is harmless, and ends what an interruption has left."""
+        connection = hold.connection
+        if connection is None or not hold.counted:
+            self._uncount(hold)
+            return
         try:
             connection.close(reason)
-        finally:
-            with self._changed:
-                self._connections -= 1
-                self._changed.notify()
+        except FabricError:
             self.drop(reason, connection.era)
+            self._uncount(hold)
+            raise
+        except BaseException:
+            if not connection.links:  # else it had not begun: whoever holds it does this again
+                self.drop(reason, connection.era)
+                self._uncount(hold)
+            raise
+        self.drop(reason, connection.era)
+        self._uncount(hold)
 
     def drop(self, reason: str, era: int = -1) -> None:
         """Take the path down and close its idle connections; with ``era`` only if it has not gone down since."""
-        with self._changed:
+        with self._lock:
             if era not in (-1, self._era):
                 return
-            idle, self._idle = self._idle, []
-            self._connections -= len(idle)
+            idle = self._idle
+            count = len(idle)
+            self._idle, self._connections = [], self._connections - count
             news = self.state is PathState.UP
             if news:
                 self._era += 1
@@ -288,7 +344,7 @@ class RdmaPath(Path):
         Waits HEARTBEAT_POLL_S at most, plus one exchange if the endpoint has recalled grants.
         """
         close_dropped()
-        with self._changed:
+        with self._lock:
             connection, self._watched = self._watched, None
             if connection is None:
                 if self.down_reason is not None:
@@ -307,7 +363,7 @@ class RdmaPath(Path):
             self.lost(connection, "interrupted")
             raise
         if not done:
-            with self._changed:
+            with self._lock:
                 if self.down_reason is None:  # else nobody would close it any more
                     self._watched = connection
                     return
@@ -341,11 +397,10 @@ class RdmaPath(Path):
     # -- end --------------------------------------------------------------------------------------
 
     def _set_closed(self, reason: str = "closed") -> list[RdmaConnection]:
-        idle: list[RdmaConnection] = super()._set_closed(reason)
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            idle.append(watched)
-        self._connections -= len(idle)
+        idle = [*self._idle] if self._watched is None else [*self._idle, self._watched]
+        count = len(idle)
+        self._idle, self._watched, self._connections = [], None, self._connections - count  # in one, see _reserve()
+        super()._set_closed(reason)
         return idle
 
     def _in_use(self) -> bool:

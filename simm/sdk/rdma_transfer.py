@@ -20,7 +20,7 @@ from ..rdma.api import FabricError, Op
 from ..rdma.remote_arena import OP_BYTES_MAX
 from ..rdma.staging import BLOCK_BYTES, StagingBuffer
 from .rdma_connection import PairedLink, RdmaConnection
-from .rdma_pool import RdmaPath
+from .rdma_pool import Hold, RdmaPath
 
 log = logging.getLogger("simm.client")
 
@@ -37,6 +37,8 @@ STAGING_BLOCKS: Final = 8
 #: For :meth:`Transfer.slide`: the operations of a part of a value (link, block, offset, bytes); what takes its bytes.
 Build = Callable[[PairedLink, StagingBuffer, int, int], list[Op]]
 Drain = Callable[[StagingBuffer, int, int], None]
+
+_NO_STAGING: Final = "staging memory cannot be registered: raise the memlock limit"
 
 
 class Group:
@@ -62,7 +64,9 @@ class Transfer:
     def __init__(self, copier: Copier, digests: Sequence[bytes]) -> None:
         self._copier = copier
         self.digests = digests
-        #: The staging blocks of this call; ``_free_blocks`` are those that no group uses.
+        #: The staging blocks that this call has taken, and those of them that all devices in use know;
+        #: ``_free_blocks`` are those that no group uses.
+        self._taken: list[StagingBuffer] = []
         self.blocks: list[StagingBuffer] = []
         #: When this must be over, monotonic seconds: a share of the deadline.
         self.until = 0.0
@@ -74,10 +78,13 @@ class Transfer:
         self.until = until
         self._turn = 0
         self._bytes = 0
-        self._free_blocks: list[StagingBuffer] = []
+        self._free_blocks = list(self.blocks)
 
     def needs_blocks(self, positions: Sequence[int]) -> bool:
-        """Return whether some values are in unregistered memory. :meth:`begin` has been called."""
+        """Return whether some values are in unregistered memory. ``links`` are there.
+
+        Memory is registered here at its first use, which takes as long as it takes.
+        """
         raise NotImplementedError
 
     def carry_out(self, positions: Sequence[int]) -> Steps[None]:
@@ -94,36 +101,56 @@ class Transfer:
         At the return, also by an exception, no transfer touches local memory any more.
         """
         self.path = path
-        self.until = until = time.monotonic() + allowed(path.deadline_s) * SHARE
-        try:
-            connection = yield from path.acquired(until)
-        except TransportError as exc:
-            log.debug("%r: %s", path, exc)
-            count = len(positions)
-            counters["rdma_fallbacks"] += count
-            return list(positions)
-        done = False
+        self.until = time.monotonic() + allowed(path.deadline_s) * SHARE
+        hold = Hold()
+        begun = False
+        failure: str | None = "interrupted"
         try:
             try:
-                self.begin(connection, until)
-                if self.needs_blocks(positions):
+                connection = yield from path.acquired(self.until, hold)
+                self.links = connection.links
+                ready = not self._timed(positions)
+                if not ready:
                     yield from self._borrow()
+                    ready = len(self.blocks) > 0
+            except TransportError as exc:  # nothing is in flight, so the connection is as good as before
+                log.debug("%r: %s", path, exc)
+                ready = False
+            if ready:
+                begun = True
+                self.begin(connection, self.until)
                 yield from self.carry_out(positions)
-            except PeerError as exc:
-                path.lost(connection, str(exc))
-            except BaseException:
-                path.lost(connection, "interrupted")
-                raise
-            else:
-                done = True
-                path.release(connection)
+            failure = None
+        except PeerError as exc:
+            failure = str(exc)
         finally:
-            if done or not connection.links:  # otherwise a queue pair was not closed and may still use the blocks
-                path.staging.release(self.blocks)
-        left = self.left_over(positions, done)
+            try:
+                self._end(hold, failure)
+            except BaseException:
+                self._end(hold, failure)  # the interruption may have come before it began
+                raise
+        left = self.left_over(positions, failure is None) if begun else list(positions)
         count = len(left)
         counters["rdma_fallbacks"] += count
         return left
+
+    def _timed(self, positions: Sequence[int]) -> bool:
+        """Do :meth:`needs_blocks`, and count the deadline from after it."""
+        began = time.monotonic()
+        staged = self.needs_blocks(positions)
+        self.until += time.monotonic() - began
+        return staged
+
+    def _end(self, hold: Hold, failure: str | None) -> None:
+        """Give back the connection, closed if there was a ``failure``, and then the blocks. Twice is harmless."""
+        connection = hold.connection
+        if failure is None:
+            self.path.give_back(hold)
+        else:
+            self.path.lose(hold, failure)
+            if connection is not None and connection.links:  # one could not be closed, and may still use the blocks
+                return
+        self.path.staging.give_back(self._taken, self.blocks if len(self.blocks) < len(self._taken) else None)
 
     @property
     def tcp_until(self) -> float:
@@ -154,17 +181,32 @@ class Transfer:
     def borrow(self) -> None:
         """Take this call's blocks, unless it has them. Raises TransportError when no block is free in time."""
         if not self.blocks:
-            self.blocks = self.path.staging.take(STAGING_BLOCKS, self.until)
+            if not self._taken:
+                self.path.staging.take(STAGING_BLOCKS, self.until, self._taken)
+            if not self._sift():
+                raise FabricError(_NO_STAGING)
             self._free_blocks = list(self.blocks)
 
     def _borrow(self) -> Steps[None]:
-        """Do :meth:`borrow` in steps. As with connections, other transfers of this thread may have blocks."""
+        """Do :meth:`borrow` in steps. As with connections, other transfers of this thread may have blocks.
+
+        There are none if the devices take none. Raises TransportError.
+        """
         staging = self.path.staging
-        while not self.blocks:
-            self.blocks = staging.take_free(STAGING_BLOCKS)
-            if not self.blocks and not (yield Polled(lambda: staging.has_blocks, self.until)):
-                self.borrow()
-        self._free_blocks = list(self.blocks)
+        while not self._taken:
+            staging.take_free(STAGING_BLOCKS, self._taken)
+            if not self._taken and not (yield Polled(lambda: staging.has_blocks, self.until)):
+                staging.take(STAGING_BLOCKS, self.until, self._taken)
+        if not self._sift():
+            log.debug("%r: %s", self.path, _NO_STAGING)
+
+    def _sift(self) -> bool:
+        """Take those blocks into use that all devices know; return whether there are any. They are registered here."""
+        began = time.monotonic()
+        rails = [link.rail for link in self.links]
+        self.blocks = [block for block in self._taken if None not in map(block.registration.lkey, rails)]
+        self.until += time.monotonic() - began
+        return bool(self.blocks)
 
     def free_block(self, group: Group) -> None:
         """Free a group's block for the next one."""
@@ -228,7 +270,7 @@ def key_of(block: StagingBuffer, link: PairedLink) -> int:
     """Return the lkey of a block. Raises FabricError if it cannot be registered."""
     key = block.registration.lkey(link.rail)
     if key is None:
-        raise FabricError("staging memory cannot be registered: raise the memlock limit")
+        raise FabricError(_NO_STAGING)
     return key
 
 

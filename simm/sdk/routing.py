@@ -164,7 +164,8 @@ class Router:
         #: When the line about the cluster is logged at the latest, monotonic seconds; None once it has been.
         self._announce_by: float | None = float("inf")
         #: Guards the change to another map, and announces it.
-        self._map_changed = threading.Condition(threading.Lock())
+        self._map_lock = threading.Lock()
+        self._map_changed = threading.Condition(self._map_lock)  # to wait and to notify, see ``Path``
         mine = weakref.ref(self)
 
         def on_map(msg: M.MapReply) -> bool:
@@ -208,7 +209,7 @@ class Router:
             raise RemoteProtocolError("the map's epochs are not one for each shard")
         if self.epoch and msg.cluster != self.cluster and all(owner == NO_OWNER for owner in shard_map.owners):
             return False
-        with self._map_changed:
+        with self._map_lock:
             if self._closed or (msg.cluster == self.cluster and msg.epoch <= self.epoch):
                 return False
             if self.context.epoch is not None:
@@ -244,7 +245,7 @@ class Router:
 
     def await_map(self, epoch: int, until: float) -> bool:
         """Wait for a map of another epoch, until ``until`` (monotonic seconds); return whether it came."""
-        with self._map_changed:
+        with self._map_lock:
             return self._map_changed.wait_for(
                 lambda: self.epoch != epoch or self._closed, max(0.0, until - time.monotonic())
             )
@@ -285,7 +286,7 @@ class Router:
                 target.connect_soon()
         held = self._connections
         if held.draining:
-            with self._map_changed:
+            with self._map_lock:
                 over = [target for until, target in held.draining if now >= until]
                 held.draining = [(until, target) for until, target in held.draining if now < until]
             for target in over:
@@ -320,7 +321,7 @@ class Router:
         """Stop the threads and close every connection. Twice is harmless."""
         if self._closed:
             return
-        with self._map_changed:
+        with self._map_lock:
             self._closed = True
             self._map_changed.notify_all()
         self._wake.set()

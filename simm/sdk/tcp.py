@@ -214,7 +214,7 @@ class TcpPath(Path):
             log.debug("no further connection to %s:%d: %s", self.host, self.port, exc)
             self._further_at = time.monotonic() + FURTHER_AGAIN_S
         finally:
-            with self._changed:
+            with self._lock:
                 self.connecting = False
                 self._changed.notify_all()
 

@@ -141,7 +141,7 @@ class Target(Path):
         """Return whether operations can be carried out. Waits for the first attempt only, a deadline at most."""
         if self.state is not PathState.NEW:
             return self.path != "down"
-        with self._changed:
+        with self._lock:
             if self.state is PathState.NEW and not self.connecting:
                 self._start_locked()
             patience_s = max(0.0, allowed(self._context.options.deadline_s))
@@ -272,7 +272,7 @@ class Target(Path):
     ) -> None:
         """Take over what an attempt has made, and close what it replaces."""
         now = self._context.clock()
-        with contextlib.ExitStack() as unlocked, self._changed:
+        with contextlib.ExitStack() as unlocked, self._lock:
             self.connecting = False
             unused: list[WorkerSession | Path | None]
             if self.state is PathState.CLOSED or (session is not None and self._has_session()):
@@ -314,7 +314,7 @@ class Target(Path):
 
     def lost(self, reason: str) -> None:
         """Close the session if it is broken. Operations fail at once until the background has reconnected."""
-        with self._changed:
+        with self._lock:
             session = self.session
             if session is None or not session.broken:
                 return
@@ -324,7 +324,7 @@ class Target(Path):
 
     def tcp_lost(self, path: TcpPath, reason: str) -> None:
         """Close a TCP path whose exchange failed, and the RDMA path with it."""
-        with self._changed:
+        with self._lock:
             if self.tcp is not path:
                 return
             self.tcp = None
@@ -393,7 +393,7 @@ class Target(Path):
             return
         log.info("%s has gone", reader.name)
         session: WorkerSession | None = None
-        with self._changed:
+        with self._lock:
             if self.reader is reader:
                 self.reader = None
                 session, self.session = self.session, None
@@ -403,7 +403,7 @@ class Target(Path):
 
     def close(self, *, clean: bool = True) -> None:
         """Close everything. Operations in flight in other threads end as misses."""
-        with self._changed:
+        with self._lock:
             if not clean:
                 self._end_outage("is no longer in the shard map")
             self._set_closed()

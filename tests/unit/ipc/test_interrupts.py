@@ -1,13 +1,12 @@
 """An exception that a signal's handler raises anywhere leaves no lock taken, and no allowance of a call that has ended.
 
-CPython runs handlers as a Python function begins and after a call of C code: each of these is tried in turn.
+Each place where CPython runs handlers is tried in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,39 +20,8 @@ from simm.ipc.patience import Patience
 from simm.ipc.session import WorkerSession
 from simm.net.allowance import ALLOWANCE, Left, allowed, at_least, at_most, tries_of, tries_within
 from simm.sdk.ops.pins import Pins
+from tests.support.interrupts import everywhere
 from tests.support.waiting import wait_until
-
-
-class Interrupted(BaseException):
-    """What the handler raises."""
-
-
-def everywhere(call: Callable[[], object], check: Callable[[], object]) -> int:
-    """Interrupt a call at each of its places, and check after each; return their number."""
-    left = 0
-
-    def look(frame: Any, event: str, _: object) -> None:
-        nonlocal left
-        ours = frame.f_globals["__name__"].startswith("simm.") or frame.f_code.co_name == "acquire"
-        if ours and event in ("call", "c_return"):
-            left -= 1
-            if left == -1:
-                sys.setprofile(None)
-                raise Interrupted
-
-    for stop in range(1000):
-        left = stop
-        sys.setprofile(look)
-        try:
-            call()
-        except Interrupted:
-            pass
-        finally:
-            sys.setprofile(None)
-        check()
-        if left >= 0:
-            return stop
-    raise AssertionError("it does not end")
 
 
 class Session:

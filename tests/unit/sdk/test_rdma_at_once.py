@@ -14,7 +14,7 @@ from simm.ipc.steps import Steps
 from simm.rdma.staging import BLOCK_BYTES, StagingPool
 from simm.sdk import rdma_pool
 from simm.sdk.rdma_connection import RdmaConnection
-from simm.sdk.rdma_pool import RdmaPath
+from simm.sdk.rdma_pool import Hold, RdmaPath
 from simm.sdk.rdma_transfer import Transfer
 from tests.support.cluster_clients import WAIT_S, one_after_the_other, value_of
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
@@ -59,19 +59,19 @@ def test_all_transfers_begin_before_one_has_ended(
 ) -> None:
     client = filled(cluster)
     events: list[str] = []
-    begin, release = Transfer.begin, RdmaPath.release
+    begin, give_back = Transfer.begin, RdmaPath.give_back
 
     def noted_begin(self: Transfer, connection: RdmaConnection, until: float) -> None:
         events.append("begin")
         begin(self, connection, until)
 
-    def noted_release(self: RdmaPath, connection: RdmaConnection) -> None:
+    def noted_give_back(self: RdmaPath, hold: Hold) -> None:
         if threading.current_thread() is threading.main_thread():
             events.append("end")
-        release(self, connection)
+        give_back(self, hold)
 
     monkeypatch.setattr(Transfer, "begin", noted_begin)
-    monkeypatch.setattr(RdmaPath, "release", noted_release)
+    monkeypatch.setattr(RdmaPath, "give_back", noted_give_back)
     if way == "control":
         monkeypatch.setattr(Patience, "together", one_after_the_other)
     assert CALLS[call](client) == ALL_TRUE
