@@ -151,8 +151,8 @@ class _Stream:
         if not self._pieces:
             if self._buffer is None:
                 self._buffer = _take_whole(2 * STAGE_BYTES, exact=True)
-                # Where that fails the driver has a way of its own around unpinned memory.
-                pin_now(self._buffer.memory, self.driver, self.device)
+            # Where that fails the driver has a way of its own around unpinned memory.
+            pin_now(self._buffer.memory, self.driver, self.device)
             address = self._buffer.address
             self._pieces = [_Piece(address + at, self.driver.event_create()) for at in (0, STAGE_BYTES)]
         piece = self._pieces[self._at]

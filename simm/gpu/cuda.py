@@ -132,6 +132,11 @@ FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 _OPTIONAL: Final = {"flush_writes", "range_handle", "copy_batch"}
 
 
+#: Codes of a call about host memory that is registered already, or is not.
+ALREADY_REGISTERED: Final = 712
+NOT_REGISTERED: Final = 713
+
+
 class CudaError(DeviceError):
     """A call of the driver failed, or there is none. ``code`` is its CUresult, 0 where there was none."""
 

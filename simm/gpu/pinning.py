@@ -30,7 +30,7 @@ from typing import Final
 from ..host import fork
 from ..host.buffers import HostMapping
 from ..rdma.staging import StagingMemory
-from .cuda import READ_ONLY_HOST_REGISTER_SUPPORTED, CudaError, Driver
+from .cuda import ALREADY_REGISTERED, NOT_REGISTERED, READ_ONLY_HOST_REGISTER_SUPPORTED, CudaError, Driver
 
 log = logging.getLogger("simm.gpu.copy")
 
@@ -70,7 +70,7 @@ class Pinned:
         self.piece = piece
         #: Bytes from the start that the driver has pinned.
         self.ready = 0
-        #: Addresses of registered pieces, in order.
+        #: Addresses of registered pieces, in order; the last one may be about to be registered.
         self._pieces: list[int] = []
         #: Why no more can be registered; None while it can.
         self.failure: str | None = None
@@ -96,23 +96,36 @@ class Pinned:
         if self.gone or self.failure is not None or self.ready >= self.size:
             return False
         driver = self._driver
+        address = self.address + self.ready
         size = min(self.piece, self.size - self.ready)
+        again = address in self._pieces[-1:]  # an interruption came before or after the call
+        if not again:
+            self._pieces.append(address)  # before the call, so that close() knows of it in any case
         try:
             read_only = not self._writable
             if read_only and not driver.attribute(self._device, READ_ONLY_HOST_REGISTER_SUPPORTED):
                 raise CudaError("this device cannot register memory that is mapped read-only")
             with driver.current(self._device):
-                driver.host_register(self.address + self.ready, size, read_only=read_only)
+                try:
+                    driver.host_register(address, size, read_only=read_only)
+                except CudaError as exc:
+                    if not again or exc.code != ALREADY_REGISTERED:
+                        raise
         except CudaError as exc:
             self.failure = str(exc)
+            self._pieces.pop()
             log.warning(
                 "%s: the CUDA driver has registered %d of %d MiB and no more (%s): copies between the rest and "
                 "GPUs are slower", self.name, self.ready >> 20, self.size >> 20, exc,
             )  # fmt: skip
             return False
-        self._pieces.append(self.address + self.ready)
         self.ready += size
         return self.ready < self.size
+
+    @property
+    def holds_mapping(self) -> bool:
+        """Whether it has not been undone."""
+        return self._data is not None
 
     def close(self) -> None:
         """Undo it and let go of the mapping. No copy uses it any more. Twice is harmless."""
@@ -124,7 +137,11 @@ class Pinned:
                 raise CudaError("a copy from or to it may not have ended")
             while self._pieces and not driver.forked:
                 with driver.current(self._device):
-                    driver.host_unregister(self._pieces[-1])
+                    try:
+                        driver.host_unregister(self._pieces[-1])
+                    except CudaError as exc:
+                        if exc.code != NOT_REGISTERED:  # else an interruption came before it was, or when it was not
+                            raise
                 self._pieces.pop()
         except CudaError as exc:
             # The driver has failed. The mapping stays for good, as a DMA may still use it.
@@ -175,6 +192,8 @@ class Pinner:
 _lock = threading.Lock()
 _pinner: Pinner | None = None
 _pinned: weakref.WeakKeyDictionary[HostMapping, Pinned] = weakref.WeakKeyDictionary()
+#: Of staging memory that was dropped, not closed: the next :func:`pin_now` undoes it.
+_dropped: list[Pinned] = []
 
 
 def pinned_for(mapping: HostMapping, driver: Driver, device: int) -> Pinned:
@@ -206,17 +225,30 @@ def pinned_for(mapping: HostMapping, driver: Driver, device: int) -> Pinned:
 def pin_now(memory: StagingMemory, driver: Driver, device: int) -> Pinned:
     """Return the registration of staging memory, made by the first call. It ends when the memory is closed.
 
-    One thread uses the memory at a time. Logs if the driver registers nothing; copies are slower then.
+    One thread uses the memory at a time. Logs if the driver registers nothing; copies are slower then. Where an
+    interruption ends the first call, the next one goes on; and the memory is known here before the driver knows it, so
+    that it is never unmapped while the driver does.
     """
     pinned = _pinned.get(memory)
     if pinned is None:
+        with _lock:
+            for each in list(_dropped):
+                each.close()
+                _dropped.remove(each)
         pinned = Pinned(driver, memory.name, memory.data, memory.address, device)
-        while pinned.register_some():
-            pass
+        weakref.finalize(memory, _left, pinned).atexit = False
+        memory.at_close.append(pinned.close)
         with _lock:
             _pinned[memory] = pinned
-        memory.at_close.append(pinned.close)
+    while pinned.register_some():
+        pass
     return pinned
+
+
+def _left(pinned: Pinned) -> None:
+    """Finalizer of staging memory that nobody has closed. It calls no driver, as :func:`_gone`."""
+    if pinned.holds_mapping and not pinned._driver.forked:
+        _dropped.append(pinned)
 
 
 def _gone(pinned: Pinned) -> None:
@@ -237,6 +269,7 @@ def _after_fork_in_child() -> None:
     _lock = threading.Lock()
     _pinner = None
     _pinned.clear()
+    _dropped.clear()
 
 
 atexit.register(_at_exit)

@@ -7,6 +7,7 @@ import gc
 import logging
 import mmap
 import threading
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from simm.gpu import copy, cuda, pinning
 from simm.gpu.cuda import CudaError, Driver
 from simm.gpu.pinning import Pinned
 from simm.host import fork
+from simm.rdma.staging import StagingMemory
 from tests.support import fake_cuda
 from tests.support.client_checks import check_pinned
 from tests.support.fake_cuda import FakeCuda
@@ -149,3 +151,74 @@ def test_mutation_copies_across_pieces(fake: FakeCuda, monkeypatch: pytest.Monke
     with pytest.raises(CudaError, match="INVALID_VALUE"):
         copy.to_device([(span, arena.data_address + 1, 128 * KIB, part)])
     part.close()
+
+
+# -- staging memory ---------------------------------------------------------------------------------------------
+
+
+def test_staging_memory_whose_registering_is_interrupted_is_unregistered_before_it_goes(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else what is mapped there next would be copied from the wrong pages."""
+    driver = cuda.load()
+    real = driver.host_register
+    calls: list[int] = []
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt  # a signal that came before the call
+        real(*arguments, **more)
+        raise KeyboardInterrupt  # one that came during the call is handled as it returns
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "host_register", interrupted)
+            with pytest.raises(KeyboardInterrupt), copy.staged(MIB, 0):
+                raise AssertionError("it was not registered")
+        gc.collect()
+        assert not fake.registered()
+    assert len(calls) == 2
+    assert not caplog.records, "what was never registered need not be undone"
+    with copy.staged(MIB, 0) as (buffer, pinned):
+        assert pinned.direct(buffer.address, MIB) > 0
+        check_pinned(pinned)
+    copy.staging.close()
+    assert not fake.registered() and not fake.violations
+
+
+def test_an_interrupted_registration_of_staging_memory_goes_on(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = cuda.load()
+    real = driver.host_register
+    memory = StagingMemory(MIB)
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        real(*arguments, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "host_register", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pinning.pin_now(memory, driver, 0)
+    pinned = pinning.pin_now(memory, driver, 0)
+    assert (pinned.ready, pinned.failure) == (MIB, None)
+    check_pinned(pinned)
+    memory.close()
+    assert not fake.registered()
+
+
+def test_staging_memory_that_nobody_closes_is_unregistered(fake: FakeCuda) -> None:
+    driver = cuda.load()
+    memory = StagingMemory(MIB)
+    pinning.pin_now(memory, driver, 0)
+    address = memory.address
+    del memory
+    gc.collect()
+    assert fake.registered() == MIB and fake_cuda.mapped_at(address), "finalizers call no driver"
+    other = StagingMemory(MIB)
+    pinning.pin_now(other, driver, 0)
+    assert fake.registered() == MIB, "the other's alone"
+    assert address not in fake.ranges and not fake.violations
+    other.close()
