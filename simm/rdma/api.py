@@ -180,6 +180,12 @@ class Rail(Protocol):
         The region's ``address`` names them in operations. The caller may close the descriptor at once.
         """
 
+    def reaches(self, gid: bytes, *, ask: bool = False) -> bool:
+        """Return False while nobody answers for a peer's address, so that connecting to it would wait. Never waits.
+
+        With ``ask`` the network is asked, once; look again without.
+        """
+
     def queue_pair(self) -> QueuePair:
         """Return a new, unconnected queue pair."""
 

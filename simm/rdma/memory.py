@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from ..errors import UsageError
 from .api import Access, Binding, FabricError, Limits, Window
-from .ports import memlock_bytes
+from .ports import arp_known, memlock_bytes
 from .work_requests import MW_TYPE_2, Library, Stack, dmabuf_mr
 
 _NO_DMABUF: Final = ": the device's driver takes none (mlx5's does from kernel 5.12 on)"
@@ -35,15 +35,23 @@ _HINTS: Final = {
 
 
 class Domain:
-    """A protection domain with its regions and windows. ``lock`` guards them."""
+    """A protection domain with its regions and windows. ``lock`` guards them. It is of the port with this GID."""
 
     name: str
+    gid: bytes
+    #: Whether the port's link layer is Ethernet, and its network device there.
+    ethernet: bool
+    netdev: str
     library: Library
     pd: Any
     limits: Limits
     lock: threading.RLock
     regions: set[VerbsRegion]
     windows: set[VerbsWindow]
+
+    def reaches(self, gid: bytes, *, ask: bool = False) -> bool:
+        """See :class:`simm.rdma.api.Rail`."""
+        return not self.ethernet or arp_known(gid, self.gid, self.netdev, ask=ask)
 
 
 class WindowUser(Protocol):

@@ -359,20 +359,28 @@ def arp_resolves(
         own: that of the local port, 16 bytes.
         netdev: network device of the local port, the only one whose ARP entries count; empty for any.
     """
+    until = time.monotonic() + timeout_s
+    known = arp_known(gid, own, netdev, ask=True, sys_root=sys_root)
+    while not known and time.monotonic() < until:
+        time.sleep(_ARP_POLL_S)
+        known = arp_known(gid, own, netdev, sys_root=sys_root)
+    return known
+
+
+def arp_known(gid: bytes, own: bytes = b"", netdev: str = "", *, ask: bool = False, sys_root: str = "/") -> bool:
+    """Return what :func:`arp_resolves` does, as far as is known now: it never waits. O(entries of the kernel's table).
+
+    With ``ask`` the kernel asks for an address that it does not know; look again without.
+    """
     address = ipaddress.IPv6Address(gid).ipv4_mapped
     if address is None:
         return True
-    table = Path(sys_root) / "proc/net/arp"
-    text = str(address)
-    until = time.monotonic() + timeout_s
-    if _arp_known(table, text, netdev):
-        return True
-    _send_probe(text, own, netdev)
-    while _arp_known(table, text, netdev) is False:
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_ARP_POLL_S)
-    return True
+    table, text = Path(sys_root) / "proc/net/arp", str(address)
+    known = _arp_known(table, text, netdev)
+    if ask and not known:
+        _send_probe(text, own, netdev)
+        known = _arp_known(table, text, netdev)
+    return known is not False
 
 
 def _send_probe(address: str, own: bytes, netdev: str) -> None:

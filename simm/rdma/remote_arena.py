@@ -204,13 +204,16 @@ class RegionMap:
     def keyed(self, start: int, length: int, rkey: int) -> list[Piece]:
         """Return the pieces of a chunk that has its own rkey, whatever regions it lies in.
 
-        The endpoint maps the segment in one piece, so a chunk continues where its first region ends.
+        The endpoint maps the segment in one piece, so a chunk continues where its first region ends. Raises
+        RemoteProtocolError if these bytes are no chunk, or end beyond all memory.
         """
         geometry = self.geometry
         if start < geometry.data_offset or start + length > geometry.data_end:
             raise RemoteProtocolError(f"bytes {start} to {start + length} of the segment are no chunk")
         region = self._regions[bisect_right(self._starts, start) - 1]
         base = region.address + start - region.start
+        if base + length > 1 << 64:
+            raise RemoteProtocolError(f"a chunk of rail {self.rail} ends beyond all memory: {length} from {base:#x} on")
         return [(base + at, rkey, min(OP_BYTES_MAX, length - at)) for at in range(0, length, OP_BYTES_MAX)]
 
 

@@ -56,7 +56,7 @@ from ..net.peer import Peer, Service
 from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
-from ..rdma.api import Absence, Fabric, FabricError, QueuePairAddress
+from ..rdma.api import Absence, Fabric, FabricError
 from ..rpc import Frame, decode
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
@@ -65,7 +65,7 @@ from ..wire.auth import Gate
 from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_opening
 from ..wire.messages import Status
 from .rdma_devices import PIECE_BYTES, ArenaRegions, Devices
-from .rdma_lease import QUEUE_PAIRS_MAX, LeasedGrant, NoWindows, RdmaLease
+from .rdma_lease import Connects, LeasedGrant, NoWindows, RdmaLease
 from .requests.tracing import Traced, opened
 from .worker_session import WorkerSessionKeeper
 
@@ -110,6 +110,7 @@ class Endpoint(Service):
         self.devices = Devices(
             loop, self.keeper, open_fabric, windows=windows, piece_bytes=piece_bytes, on_lost=self._on_lost
         )
+        self.connects = Connects(loop, self.devices)
         #: Why the process has to end; None as long as it has not.
         self.failed: str | None = None
         self.leases: set[Peer] = set()
@@ -268,23 +269,7 @@ class Endpoint(Service):
             raise RemoteProtocolError(f"RDMA_CONNECT to rail {msg.rail} of {len(rails)}")
         if msg.mtu not in MTUS:
             raise RemoteProtocolError(f"no queue pair has an MTU of {msg.mtu} bytes")
-        if len(lease.queue_pairs) >= QUEUE_PAIRS_MAX:
-            raise RemoteProtocolError(f"more than {QUEUE_PAIRS_MAX} queue pairs in one lease")
-        theirs = QueuePairAddress(msg.gid, msg.lid, msg.qpn, msg.psn, msg.mtu, msg.reads)
-        rail = rails[msg.rail]
-        qp = None
-        try:
-            qp = rail.queue_pair()
-            number, ours = lease.connect(qp, msg.rail, theirs)
-        except FabricError as exc:
-            log.warning("%s: no queue pair on %s: %s", peer.address, rail.name, exc)
-            if qp is None:  # the client's message cannot be the cause
-                self.devices.suspect = str(exc)
-            peer.send_error(request_id, Status.UNAVAILABLE, str(exc))
-            return
-        peer.send_message(
-            R.RdmaConnected(number, ours.lid, ours.gid, ours.qpn, ours.psn, ours.mtu, ours.reads), request_id
-        )
+        self.connects.add(peer, lease, rails[msg.rail], request_id, msg)
 
     # -- grants -----------------------------------------------------------------------------------
 

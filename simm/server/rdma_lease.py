@@ -17,20 +17,35 @@ worker's successor does not reuse their chunks.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
+from ..errors import RemoteProtocolError
 from ..ipc.grant_pool import GrantTuple
 from ..ipc.session import WorkerSession
-from ..rdma.api import FabricError, QueuePair, QueuePairAddress
+from ..net.loop import Loop
+from ..net.peer import Peer
+from ..rdma.api import FabricError, QueuePair, QueuePairAddress, Rail
+from ..rdma.ports import ARP_ANSWER_S, gid_text
 from ..wire.auth import Gate
-from .rdma_devices import BoundWindow, WindowPool
+from ..wire.messages import Status
+from ..wire.rdma_messages import RdmaConnect, RdmaConnected
+from .rdma_devices import BoundWindow, Devices, WindowPool
 
 log = logging.getLogger("simm.server.rdma_endpoint")
 
 #: Queue pairs that a lease may ask for in its life: rail pairs, and pairs that were tried in vain.
 QUEUE_PAIRS_MAX: Final = 64
+#: Looks at whether somebody answers for a client's address: seconds between two, and addresses in one.
+LOOK_S: Final = 0.01
+LOOKS_MAX: Final = 32
+#: An address that nobody answered for is not waited for again so soon, seconds; and how many of them are remembered.
+SILENT_S: Final = 5.0
+SILENT_MAX: Final = 4096
 
 
 class LeasedGrant:
@@ -47,6 +62,114 @@ class LeasedGrant:
     def grant(self) -> GrantTuple:
         """The grant as client and session know it."""
         return self.number, self.offset, self.chunk
+
+
+class _Asked:
+    """Who waits for an answer for one address, and until when."""
+
+    __slots__ = ("rail", "thens", "until")
+
+    def __init__(self, rail: Rail, until: float) -> None:
+        self.rail = rail
+        self.until = until
+        self.thens: list[Callable[[bool], None]] = []
+
+
+class Neighbours:
+    """Finds out whether anybody answers for clients' addresses. For the loop's thread, which goes on meanwhile.
+
+    Connecting a queue pair would wait for that, and all other clients with it.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        #: By the rail's name and the GID; those that were looked at last are the last.
+        self._asked: dict[tuple[str, bytes], _Asked] = {}
+        #: Until when nobody waits again for these.
+        self._silent: dict[tuple[str, bytes], float] = {}
+
+    def reach(self, rail: Rail, gid: bytes, then: Callable[[bool], None]) -> None:
+        """Call ``then`` with whether somebody answers for this GID: at once if that is known, else soon."""
+        key = rail.name, gid
+        if rail.reaches(gid, ask=True):
+            self._silent.pop(key, None)
+            then(True)
+            return
+        now = self._loop.clock()
+        if now < self._silent.get(key, 0.0):
+            then(False)
+            return
+        if not self._asked:
+            self._loop.call_later(LOOK_S, self._look)
+        if key not in self._asked:
+            self._asked[key] = _Asked(rail, now + ARP_ANSWER_S)
+        self._asked[key].thens.append(then)
+
+    def _look(self) -> None:
+        now = self._loop.clock()
+        for key in list(itertools.islice(self._asked, LOOKS_MAX)):
+            asked = self._asked.pop(key)
+            found = asked.rail.reaches(key[1])
+            if not found and now < asked.until:
+                self._asked[key] = asked
+                continue
+            if not found:
+                if len(self._silent) >= SILENT_MAX:
+                    self._silent.clear()
+                self._silent[key] = now + SILENT_S
+            for then in asked.thens:
+                self._loop.call_later(0.0, partial(then, found))
+        if self._asked:
+            self._loop.call_later(LOOK_S, self._look)
+
+
+class Connects:
+    """Handles the RDMA_CONNECTs of all leases, each lease's one after the other. For the loop's thread."""
+
+    def __init__(self, loop: Loop, devices: Devices) -> None:
+        self._devices = devices
+        self._neighbours = Neighbours(loop)
+
+    def add(self, peer: Peer, lease: RdmaLease, rail: Rail, request_id: int, msg: RdmaConnect) -> None:
+        """Answer a message as soon as it is known whether its end can be reached.
+
+        Raises RemoteProtocolError if the client has sent too many, in vain or not.
+        """
+        lease.tried += 1
+        if lease.tried > QUEUE_PAIRS_MAX:
+            raise RemoteProtocolError(f"more than {QUEUE_PAIRS_MAX} queue pairs in one lease")
+        lease.connects.append((peer, rail, request_id, msg))
+        if len(lease.connects) == 1:
+            self._next(lease)
+
+    def _next(self, lease: RdmaLease) -> None:
+        if lease.connects and not lease.closed:
+            _, rail, _, msg = lease.connects[0]
+            self._neighbours.reach(rail, msg.gid, partial(self._reached, lease))
+
+    def _reached(self, lease: RdmaLease, found: bool) -> None:
+        if lease.closed:
+            return
+        peer, rail, request_id, msg = lease.connects.popleft()
+        try:
+            if not found:
+                raise FabricError(f"{rail.name}: nobody answers for {gid_text(msg.gid)}")
+            peer.send_message(self._link(lease, rail, msg), request_id)
+        except FabricError as exc:
+            log.warning("%s: no queue pair on %s: %s", peer.address, rail.name, exc)
+            peer.send_error(request_id, Status.UNAVAILABLE, str(exc))
+        self._next(lease)
+
+    def _link(self, lease: RdmaLease, rail: Rail, msg: RdmaConnect) -> RdmaConnected:
+        """Make a queue pair and connect it. Raises FabricError."""
+        try:
+            qp = rail.queue_pair()
+        except FabricError as exc:  # the client's message cannot be the cause
+            self._devices.suspect = str(exc)
+            raise
+        theirs = QueuePairAddress(msg.gid, msg.lid, msg.qpn, msg.psn, msg.mtu, msg.reads)
+        number, ours = lease.connect(qp, msg.rail, theirs)
+        return RdmaConnected(number, ours.lid, ours.gid, ours.qpn, ours.psn, ours.mtu, ours.reads)
 
 
 class NoWindows(FabricError):
@@ -69,6 +192,9 @@ class RdmaLease:
         #: By number; None once disconnected.
         self.queue_pairs: list[QueuePair | None] = []
         self.rails: list[int] = []
+        #: How many it has asked for, and what is not answered yet, with the request's id.
+        self.tried = 0
+        self.connects: deque[tuple[Peer, Rail, int, RdmaConnect]] = deque()
         #: By id: grants that the client knows and may write into.
         self.grants: dict[int, LeasedGrant] = {}
         #: Grants that go to the client with the next answer.
@@ -204,6 +330,7 @@ class RdmaLease:
         Raises whatever a queue pair raises that cannot be destroyed; the grants must stay then.
         """
         self.closed = True
+        self.connects.clear()
         for qp in self.queue_pairs:
             if qp is not None:
                 qp.close()

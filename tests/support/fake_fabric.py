@@ -108,6 +108,9 @@ class FakeRail:
             region.device = start
             return region
 
+    def reaches(self, gid: bytes, *, ask: bool = False) -> bool:
+        return gid not in self.network.silent
+
     def queue_pair(self) -> FakeQueuePair:
         with self.network.lock:
             self._usable("queue pair")
@@ -213,6 +216,8 @@ class FakeNetwork:
         self.copies = 0
         self.posted: list[tuple[FakeQueuePair, tuple[Op, ...]]] | None = None
         self.violations: list[str] = []
+        #: GIDs that nobody answers for: connecting to one would wait.
+        self.silent: set[bytes] = set()
         #: A CUDA driver in software, and whether its memory can be registered by address.
         self.gpu: Any = None
         self.peermem = False

@@ -160,7 +160,7 @@ _RDMA: Final = {
     "connections_opened": _worker("simm_rdma_connections_opened_total", "counter", "RDMA connections opened."),
     "connections_broken": _worker(
         "simm_rdma_connections_broken_total", "counter",
-        "RDMA connections closed because a link broke. A steady growth points to the network or a device.",
+        "RDMA connections closed because the endpoint met a broken link: a device failed, or refused a client's WRITE.",
     ),
     "commits": _worker("simm_rdma_commits_total", "counter", "Values committed that came by RDMA."),
     "commit_failures": _worker("simm_rdma_commit_failures_total", "counter", "Values that came by RDMA in vain."),

@@ -91,6 +91,21 @@ def test_no_table_and_no_ipv4(tmp_path: Path) -> None:
     assert ports.arp_resolves(ipaddress.IPv6Address("2001:db8::7").packed, sys_root=str(tmp_path))
 
 
+def test_a_look_asks_once_and_never_waits(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[str] = []
+    monkeypatch.setattr(ports, "_send_probe", lambda address, own, netdev: asked_for.append(address))
+    monkeypatch.setattr(ports.time, "sleep", lambda seconds: pytest.fail("it waits"))
+
+    def known(*, ask: bool = False) -> bool:
+        return ports.arp_known(gid(PEER), ask=ask, sys_root=str(table.parents[2]))
+
+    table.write_text(HEAD + row(PEER, 0))
+    assert not known() and not asked_for
+    assert not known(ask=True) and asked_for == [PEER]
+    table.write_text(HEAD + row(PEER, 2))
+    assert known() and known(ask=True) and asked_for == [PEER]
+
+
 def test_ourselves() -> None:
     """With the kernel's own table: what is on this host needs no answer."""
     own = gid("127.0.0.1")

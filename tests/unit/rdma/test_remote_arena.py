@@ -93,6 +93,19 @@ def test_what_is_in_no_region_or_read_only_is_refused() -> None:
     assert pieces[0][0] == region_map.at(GEOMETRY.data_offset + 64, 1)[0]
 
 
+def test_a_chunk_that_would_end_beyond_all_memory_is_refused() -> None:
+    """Its first region ends there, so that no device has an address for what follows."""
+    meta, data, visited = sorted(regions_of(random.Random(3), pieces=1), key=lambda region: region.start)
+    cut = 8 << 20
+    last = data._replace(length=cut, address=(1 << 64) - cut)
+    rest = data._replace(start=data.start + cut, length=data.length - cut, address=4 << 30)
+    region_map = RegionMap(GEOMETRY, 0, [meta, visited, last, rest])
+    at = data.start + cut - 4096
+    assert region_map.keyed(at, 4096, 7) == [((1 << 64) - 4096, 7, 4096)]
+    with pytest.raises(RemoteProtocolError, match="beyond all memory"):
+        region_map.keyed(at, 4097, 7)
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_regions_that_are_no_arena(number: int) -> None:
     regions = sorted(regions_of(random.Random(3), pieces=1), key=lambda region: region.start)

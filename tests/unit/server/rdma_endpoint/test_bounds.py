@@ -9,15 +9,18 @@ import pytest
 
 from simm.errors import TransportError
 from simm.net.peer import STALL_S
+from simm.rdma.api import QueuePairAddress
 from simm.rpc import encode
 from simm.server import rdma_endpoint as endpoint_module
+from simm.server import rdma_lease as lease_module
 from simm.server.rdma_lease import QUEUE_PAIRS_MAX
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.messages import Status
 from tests.support.endpoint_checks import OK, digest_of, granted
-from tests.support.endpoint_thread import EndpointThread, RawConnection, connection
+from tests.support.endpoint_thread import EndpointThread, RawConnection, connection, refusal
 from tests.support.fake_fabric import FakeNetwork
+from tests.support.fake_queue_pair import FakeQueuePair
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
@@ -148,6 +151,56 @@ def test_links_are_bounded(server: EndpointThread) -> None:
             assert mine.channel.call(R.RdmaDisconnect(answer.link)).items == 1
         with pytest.raises(TransportError, match="queue pairs"):
             mine.connect(0, 0)
+
+
+def test_links_are_bounded_also_where_none_is_made(server: EndpointThread) -> None:
+    with connection(server) as mine:
+        bad = R.RdmaConnect(0, 0, b"\xff" * 16, 1, 1, 4096, 1)
+        for _ in range(QUEUE_PAIRS_MAX - 1):
+            assert refusal(lambda: mine.channel.call(bad)).status == Status.UNAVAILABLE
+        with pytest.raises(TransportError, match="queue pairs"):
+            mine.channel.call(bad)
+
+
+def test_a_client_that_nobody_answers_for_holds_up_nobody(
+    server: EndpointThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting to such an end would wait, and the endpoint's only thread with it."""
+    met: list[bytes] = []
+    real = FakeQueuePair.connect
+
+    def connect(self: FakeQueuePair, peer: QueuePairAddress) -> None:
+        if peer.gid in network.silent:
+            met.append(peer.gid)
+        real(self, peer)
+
+    monkeypatch.setattr(FakeQueuePair, "connect", connect)
+    monkeypatch.setattr(lease_module, "ARP_ANSWER_S", 1e6)
+    with connection(server) as mine, connection(server) as other:
+        own = mine.fabric.rails[0]
+        network.silent = {own.gid}
+        ours = own.queue_pair().address()
+        ask = R.RdmaConnect(0, ours.lid, ours.gid, ours.qpn, ours.psn, ours.mtu, ours.reads)
+        late = [mine.channel.submit(ask), mine.channel.submit(ask)]
+        assert isinstance(other.channel.call(M.Ping(1)), M.Pong)
+        assert isinstance(mine.channel.call(M.Ping(2)), M.Pong)
+        (lease,) = (peer.context for peer in server.endpoint.leases if peer.context.connects)
+        assert len(lease.connects) == 2 and not met, "one after the other"
+        network.silent = set()
+        links = [mine.channel.result(mine.channel.wait(number)).link for number in late]
+        assert links == [1, 2]
+        elsewhere = bytes(10) + b"\xff\xff" + bytes(4)
+        network.silent = {own.gid, elsewhere}
+        monkeypatch.setattr(lease_module, "ARP_ANSWER_S", 0.0)
+        monkeypatch.setattr(lease_module, "SILENT_S", 1e6)
+        for _ in range(2):
+            refused = refusal(lambda: mine.channel.call(ask))
+            assert refused.status == Status.UNAVAILABLE and "nobody answers for" in str(refused)
+            monkeypatch.setattr(lease_module, "ARP_ANSWER_S", 1e6)  # which the second one does not wait for
+        mine.channel.submit(ask._replace(gid=elsewhere))
+        mine.hang_up()
+        server.until(lambda stats: stats["rdma_connections"] == 1, "one that hangs up meanwhile is forgotten")
+        assert not met
 
 
 def test_a_client_that_vanishes_is_found(server: EndpointThread) -> None:
