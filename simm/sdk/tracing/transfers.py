@@ -61,30 +61,35 @@ class TimedPath(StandIn):
         super().__init__(real)
         self._operation = operation
 
-    def acquired(self, until: float) -> Any:
-        """Acquire a connection, in steps."""
-        connection = yield from self.real.acquired(until)
+    def acquired(self, until: float, hold: Any) -> Any:
+        """Acquire a connection, in steps. ``hold`` holds it."""
+        connection = yield from self.real.acquired(until, hold)
         connection.channel = TimedEndpoint(connection.channel, self._operation, asks=connection.tells)
         connection.links = [TimedLink(link, self._operation) for link in connection.links]
         return connection
 
-    def release(self, connection: Any) -> None:
-        """Take a connection back."""
-        _plain(connection)
-        self.real.release(connection)
+    def give_back(self, hold: Any) -> None:
+        """Take what is held back. Twice is harmless."""
+        _plain(hold.connection)
+        self.real.give_back(hold)
 
-    def lost(self, connection: Any, reason: str) -> None:
-        """Close a connection after a failure."""
-        _plain(connection)
-        self.real.lost(connection, reason)
+    def lose(self, hold: Any, reason: str) -> None:
+        """Close what is held after a failure. Twice is harmless."""
+        _plain(hold.connection)
+        self.real.lose(hold, reason)
 
 
 def _plain(connection: Any) -> None:
-    """Give a connection back what its stand-ins stand for."""
-    connection.channel = connection.channel.real
-    for link in connection.links:
+    """Give a connection back what its stand-ins stand for, as far as it has any; None: there is no connection."""
+    if connection is None:
+        return
+    if isinstance(connection.channel, TimedEndpoint):
+        connection.channel = connection.channel.real
+    timed = [link for link in connection.links if isinstance(link, TimedLink)]
+    for link in timed:
         link.qp.seen(None)
-    connection.links = [link.real for link in connection.links]
+    if timed:
+        connection.links = [link.real if isinstance(link, TimedLink) else link for link in connection.links]
 
 
 class TimedLink(StandIn):
