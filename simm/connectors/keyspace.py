@@ -21,13 +21,14 @@ before is then found under no key, and is evicted in time. What holds:
 What can go wrong
 -----------------
 The store has no operation that replaces a value only if it is still the one that was read. So the generation before a
-flush may be stored again after it, by a keyspace that has found none a moment ago: with two copies, where a flush
-deletes before it puts, or after an eviction.
+flush may be stored again after it, by a keyspace that has found none a moment ago, after an eviction.
 
-* A keyspace that knows a generation and finds none looks a second time, the first time after ``_PAUSE_S``. Then it
-  stores its own only where there is still none, without a delete, and looks again for a larger one.
-* A flush reads the generation back, and tries again while it finds an older one. It reports success only if it has read
-  its own, or a larger one.
+* A keyspace that knows a generation and finds none looks a second time, not before ``_PAUSE_S`` after the first of its
+  threads has found none. Then it stores its own only where there is still none, and looks again for a larger one.
+* A flush reads the generation back, all of its copies, and tries again while it finds an older one. It reports success
+  only if all that it has read are its own, or larger ones, and no copy could not be read.
+* With two copies a server that is away while the generation is replaced may keep the one before. A flush does not
+  report success then, see :meth:`~simm.sdk.ops.replicas.Replicas.replace`.
 * An old one that is stored after the flush has looked is replaced by the next operation of any keyspace that knows the
   larger one. Until then a keyspace that does not may go on with the old one.
 
@@ -60,9 +61,15 @@ log = logging.getLogger("simm.connectors")
 #: Attempts to store a generation while others do.
 _ATTEMPTS: Final = 3
 
-#: Between the first look that finds no generation and the second one, seconds. Another keyspace may be between its
-#: delete and its put, which takes some round trips. It is once for each generation that is lost.
+#: Between the first look that finds no generation and the second one, seconds. Another keyspace may be about to store
+#: one, which takes some round trips. It is once for each generation that is lost.
 _PAUSE_S: Final = 0.002
+
+#: Why a flush has returned False, and what follows, for the log.
+NOT_FLUSHED: Final = (
+    "a server of SiMM could not be reached, or another engine has stored the generation before at the same moment. They"
+    " follow when this engine uses SiMM the next time and its servers can be reached"
+)
 
 #: Characters of a setting in a warning.
 _SHOWN: Final = 200
@@ -117,8 +124,8 @@ class Keyspace:
         self._lock = threading.Lock()
         #: The largest generation that this keyspace has seen; 0 for none.
         self._known = 0
-        #: Whether the last look has found none.
-        self._lost = False
+        #: When a look has found none, monotonic seconds; None if none has since one was there.
+        self._lost_at: float | None = None
 
     def __repr__(self) -> str:
         return f"<Keyspace {self.scope} generation={self._known}>"
@@ -145,29 +152,39 @@ class Keyspace:
                 if got == NoValue.UNAVAILABLE and (not known or time.monotonic() > until):
                     return None
                 if stored == known != 0 or got == NoValue.UNAVAILABLE:
-                    self._lost = self._lost and not stored
+                    if stored:
+                        self._lost_at = None
                     return f"{known:016x}"
                 absent = got == NoValue.MISS
-                first, self._lost = absent and not self._lost, absent
+                now = time.monotonic()
+                if not absent:
+                    self._lost_at = None
+                elif self._lost_at is None:
+                    self._lost_at = now
+                pause_s = 0.0 if self._lost_at is None else self._lost_at + _PAUSE_S - now
                 look = absent and known != 0 and not again
                 if not known:
                     known = self._known = time.time_ns()
             if look:
                 again = True
-                if first:
-                    time.sleep(_PAUSE_S)
+                if pause_s > 0.0:  # also if another thread has found it lost
+                    time.sleep(pause_s)
                 continue
             # And look again: another one may have stored a larger generation meanwhile.
             attempts -= 1
-            if not self._store(known, absent=absent) and time.monotonic() > until:
+            if self._store(known, absent=absent):
+                with self._lock:  # if there is none at the next look, it was lost anew
+                    again, self._lost_at = False, None
+            elif time.monotonic() > until:
                 return None
         return f"{known:016x}"
 
     def flush(self) -> bool:
         """Begin a new generation: what was stored before is a miss from now on.
 
-        Return whether other keyspaces see it too: it, or a larger one, was read back. This one keeps to it in any case,
-        also if the client raises, and stores it later. Three round trips, and more while others store an older one.
+        Return whether other keyspaces see it too: it, or a larger one, was read back, from all copies if there are two.
+        This one keeps to it in any case, also if the client raises, and stores it later. Three round trips, one more
+        with two copies, and more while others store an older one.
         """
         stored = 0
         try:
@@ -179,8 +196,7 @@ class Keyspace:
         for _ in range(_ATTEMPTS):
             if not self._store(new):
                 return False
-            _, stored = self._read()
-            if stored >= new:
+            if self._oldest() >= new:
                 return True
             if time.monotonic() > until:
                 break
@@ -192,10 +208,24 @@ class Keyspace:
         got = self._client.get_digest_at_owner(self._key, sink_of(buffer))
         return got, GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
 
+    def _oldest(self) -> int:
+        """Return the oldest generation that anybody reads, 0 for none and where a copy cannot be read."""
+        replicas = self._client._replicas
+        if replicas is None:
+            return self._read()[1]
+        copies = replicas.read_copies(self._key, GENERATION.size)
+        found = [GENERATION.unpack(room)[0] if got == GENERATION.size else 0
+                 for got, room in copies if got != NoValue.MISS]  # fmt: skip
+        return min(found, default=0)
+
     def _store(self, generation: int, *, absent: bool = False) -> bool:
         """Store a generation in place of what is there, or only where there is none; return whether one is stored."""
         source = source_of(GENERATION.pack(generation))
-        if absent:  # a delete could take another one's along that is larger
+        if absent:
+            if self._client._options.checksum:  # whose put does not look
+                got, _ = self._read()
+                if got != NoValue.MISS:
+                    return got != NoValue.UNAVAILABLE
             return self._client.put_digests([self._key], [source], True) == [Status.OK]
         return replace(self._client, [self._key], [source]) == [Status.OK]
 
@@ -212,11 +242,13 @@ class Keyspace:
 def replace(client: Client, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
     """Store values in place of those that are there, whatever the client's settings say; return a Status for each.
 
-    UNAVAILABLE for a value of two copies whose old ones may be left: nothing is put then.
+    UNAVAILABLE for a value of two copies of which an old one may be left.
     """
+    if client._replicas is not None:
+        return client._replicas.replace(digests, sources)
     if client._options.replicas == 1:
         return client.put_digests(digests, sources, False)
-    # Such a namespace keeps what is stored.
+    # A fake's store, which has one copy of each, and keeps what is stored.
     gone = client.delete_digests(digests)
     todo = [at for at, status in enumerate(gone) if status in (Status.OK, Status.NOT_FOUND)]
     statuses: list[int] = [Status.UNAVAILABLE] * len(gone)

@@ -56,7 +56,7 @@ from .complaints import Complaints
 from .hicache import facts, hit_policies
 from .hicache.host_pools import GEOMETRY, HostPool, Piece, buffers, head_of, of_pages, sinks_of, source, whole
 from .hicache.weight_versions import WeightVersions
-from .keyspace import Keyspace, connect, identity
+from .keyspace import NOT_FLUSHED, Keyspace, connect, identity
 from .registration.of_sglang import paging_of
 from .registration.registrar import Registrar, under_names
 
@@ -514,7 +514,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def clear(self) -> None:
         """Make all that was stored of this model unreadable, for all its ranks and engines."""
         if not self._keyspace.flush():
-            log.warning("the flush reaches other engines only when SiMM's servers can be reached again")
+            log.warning("the flush has not reached other engines: %s", NOT_FLUSHED)
         generation = self._keyspace.generation()
         if generation is not None:
             self._tell(self._versions.now(), generation)  # routers count on none of the old pages

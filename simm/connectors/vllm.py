@@ -58,7 +58,7 @@ from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
 from . import vllm_facts
 from .complaints import Complaints
-from .keyspace import Keyspace, connect, identity, options_of
+from .keyspace import NOT_FLUSHED, Keyspace, connect, identity, options_of
 from .registration.callers import local_values
 from .registration.of_vllm import Groups, hashing_of, names_of, window_of
 from .registration.registrar import Registrar, under_names
@@ -316,7 +316,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._stale |= self._requests
         try:
             if not self._keyspace.flush():
-                log.warning("the reset reaches other engines only when SiMM's servers can be reached again")
+                log.warning("the reset has not reached other engines: %s", NOT_FLUSHED)
         except Exception as exc:
             self._complain("reset", "reset failed: %s", str(exc), trace=True)
 

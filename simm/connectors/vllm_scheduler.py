@@ -24,7 +24,7 @@ from ..client import Client
 from ..schemes.groups import first_needed, restorable
 from ..schemes.vllm import connector_keys, merged
 from .complaints import Complaints
-from .keyspace import Keyspace
+from .keyspace import NOT_FLUSHED, Keyspace
 from .vllm_plan import Block, Group, Load, Plan, Report, supplied
 
 __all__ = ["SchedulerSide", "Stored"]
@@ -357,7 +357,7 @@ class SchedulerSide:
         try:
             self._muted = True
             if not self._keyspace.flush():
-                log.warning("the reset reaches other engines only when SiMM's servers can be reached again")
+                log.warning("the reset has not reached other engines: %s", NOT_FLUSHED)
             self._muted = False
         except Exception as exc:
             self._complain("reset", "the reset failed, SiMM is not used until the next one: %s", str(exc), trace=True)

@@ -10,7 +10,10 @@ What can go wrong
 -----------------
 * *The copies differ.* Replicated namespaces are put-once: a put of an existing key stores nothing and returns True. The
   check is best effort: if two clients put different values at the same moment, a read returns either. Callers that
-  change values must not use replicas.
+  change values must not use replicas, or change them by :meth:`Replicas.replace` only.
+* *A value is replaced while a server is away.* It is refused where any copy is found: the server may have another one,
+  which a read would return later. Where none is found the value counts as new, as else nothing could be stored. If that
+  server has the only copy, its old value comes back with it.
 * *A deleted value comes back.* Delete goes to the primary and to all candidates. It misses a copy on a server that
   cannot be reached, and reads find that copy when the server is back. A new key or namespace stops serving a value for
   certain.
@@ -160,6 +163,53 @@ class Replicas:
         )
         return self._one_of_each(answers)
 
+    def replace(self, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
+        """Store values in place of those that are there, twice if there are two nodes; return a Status for each.
+
+        UNAVAILABLE if an old copy may be left, also where the other one is new. Nothing is put where a copy is found
+        and another one cannot be asked for. Copies are put over, not dropped first: so a second attempt finds one, too,
+        and nobody finds none in between. One exchange with each server to look, and one to put.
+        """
+        statuses: list[int] = [Status.UNAVAILABLE] * len(digests)
+        if digests:
+            self._routes.target(digests[0])  # makes the router after a fork
+        copies = self._copies(digests)
+        puts: list[bytes] = []
+        values: list[memoryview | Span] = []
+        puts_of: dict[int, slice] = {}
+        with self._routes.patience() as patience:
+            found = self._gets.read_many(copies, [memoryview(bytearray(1)) for _ in copies], patience)
+            self.counters["misses"] -= found.count(MISS)
+            for position, digest in enumerate(digests):
+                mine = found[self._all_of(position)]
+                if UNAVAILABLE in mine and any(got not in (MISS, UNAVAILABLE) for got in mine):
+                    continue
+                other, first = self.second(digest), len(puts)
+                puts += [digest] if other is None else [digest, other]
+                values += [sources[position]] * (len(puts) - first)
+                puts_of[position] = slice(first, len(puts))
+            stored = self._puts.store(puts, values, patience) if puts else []
+        new = {copy for copy, status in zip(puts, stored) if status == Status.OK}
+        old: list[bytes] = []
+        old_of: list[int] = []
+        for position, at in puts_of.items():
+            answers = stored[at]
+            if Status.OK not in answers:
+                statuses[position] = Status.UNAVAILABLE if Status.UNAVAILABLE in answers else answers[0]
+                continue
+            statuses[position] = Status.OK
+            self.counters["single_copies"] += answers.count(Status.OK) < len(answers)
+            every = self._all_of(position)
+            for copy, got in zip(copies[every], found[every]):
+                if got not in (MISS, UNAVAILABLE) and copy not in new:
+                    old.append(copy)
+                    old_of.append(position)
+        for position, status in zip(old_of, self._puts.delete(old) if old else ()):
+            if status not in (Status.OK, Status.NOT_FOUND):
+                statuses[position] = Status.UNAVAILABLE
+        self._puts.count(digests, statuses)
+        return statuses
+
     def keep(self, digests: Sequence[bytes], how: int, seconds: int) -> list[int]:
         """Keep all copies, as :meth:`Puts.keep` does. Return OK if there was one, else why not."""
         return self._one_of_each(self._puts.keep(self._copies(digests), how, seconds))
@@ -168,6 +218,11 @@ class Replicas:
         """Return all digests under which the values may be."""
         keep = self._keep()
         return [each for digest in digests for each in (digest, *candidates(digest, keep=keep))]
+
+    @staticmethod
+    def _all_of(position: int) -> slice:
+        """Return where the copies of one value are in what :meth:`_copies` returns."""
+        return slice(position * (CANDIDATES + 1), (position + 1) * (CANDIDATES + 1))
 
     @staticmethod
     def _one_of_each(answers: Sequence[int]) -> list[int]:

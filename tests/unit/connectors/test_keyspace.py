@@ -30,6 +30,7 @@ from simm.testing import FakeClient, FakeStore
 from simm.wire.status import Status
 from tests.support.clock import Clock
 from tests.support.settings import PAIRS, Held
+from tests.support.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -328,14 +329,16 @@ def test_a_flush_that_is_undone_each_time_does_not_say_that_others_see_it(twice:
     assert not has(other, client, "k"), "which has stored it"
 
 
-@pytest.mark.parametrize("options", [{}, {"put_if_absent": True}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"put_if_absent": True}, {"replicas": 2}, {"checksum": True}], ids=str)
 @pytest.mark.parametrize("when", ["first look", "second look", "put"])
 def test_a_lost_generation_is_not_stored_over_the_next_one(twice: Any, options: dict[str, Any], when: str) -> None:
     """A flush stores the next one while another engine is about to store the lost one again."""
     (client, one), (restoring, other) = twice(**options)
     assert put(one, client, "k")
     client.delete_digests([one._key])
-    if when == "put":
+    if when == "put" and "checksum" in options:  # whose put does not look itself: the keyspace looks before
+        once(restoring, "get_digest", one.flush, after=False, skip=2)
+    elif when == "put":
         once(restoring, "put_digests", one.flush, after=False)
     else:
         once(restoring, "get_digest", one.flush, after=True, skip=int(when == "second look"))
@@ -347,8 +350,7 @@ def test_a_pause_is_made_once_for_a_generation_that_is_lost(
     client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    stand_in = SimpleNamespace(monotonic=time.monotonic, time_ns=time.time_ns, sleep=slept.append)
-    monkeypatch.setattr(keyspace, "time", stand_in)
+    clock = stopped(monkeypatch, slept.append)
     one = Keyspace(client, "a")
     assert one.generation() == one.generation() and slept == [], "none before the first one"
     client.delete_digests([one._key])
@@ -359,6 +361,47 @@ def test_a_pause_is_made_once_for_a_generation_that_is_lost(
     assert one.generation() == Keyspace(client, "a").generation() and len(slept) == 1
     client.delete_digests([one._key])
     assert one.generation() == Keyspace(client, "a").generation() and slept == [keyspace._PAUSE_S] * 2
+    assert clock.now == 2 * keyspace._PAUSE_S
+
+
+@pytest.mark.parametrize("gone", [0.0, 0.25, 1.0], ids=lambda part: f"{part:.0%} of it")
+def test_each_thread_of_an_engine_waits_for_the_end_of_the_pause(
+    twice: Any, monkeypatch: pytest.MonkeyPatch, gone: float
+) -> None:
+    """A second one saw that the first had found none, looked again at once, and stored the generation before."""
+    (client, one), (_, other) = twice(replicas=2)
+    slept: list[float] = []
+
+    def pause(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            clock.now += gone * seconds
+            assert client.exists_digests([one._key]) == [False], "the control"
+            thread = threading.Thread(target=other.generation)
+            thread.start()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+            stored.extend(client.exists_digests([one._key]))
+
+    stored: list[bool] = []
+    clock = stopped(monkeypatch, pause)
+    client.delete_digests([one._key])
+    assert other.generation() is not None
+    left = keyspace._PAUSE_S * (1 - gone)
+    assert slept == pytest.approx([keyspace._PAUSE_S, *([left] if left else [])])
+    assert stored == [True], "by the second one, after its own pause"
+
+
+def stopped(patch: pytest.MonkeyPatch, slept: Callable[[float], object]) -> Clock:
+    """Let time stand still for keyspaces but for pauses, which are told before they pass."""
+    clock = Clock(0.0)
+
+    def sleep(seconds: float) -> None:
+        slept(seconds)
+        clock.sleep(seconds)
+
+    patch.setattr(keyspace, "time", SimpleNamespace(monotonic=clock, time_ns=time.time_ns, sleep=sleep))
+    return clock
 
 
 def test_nothing_is_put_where_an_old_copy_may_be_left(store: FakeStore) -> None:

@@ -1,0 +1,183 @@
+"""Values of two copies that connectors replace, while one of the two servers does not do all that it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from simm.client import Client
+from simm.connectors.keyspace import Keyspace, replace
+from simm.schemes.registry import GENERATION
+from simm.sdk.batch import MISS, UNAVAILABLE
+from simm.sdk.ops.replicas import candidates
+from simm.wire.status import Status
+from tests.support.fake_cluster import ALL, FakeCluster
+
+COUNT = 40
+#: What node 1 does not do, by its part of the client, and the answer then.
+ANSWERS: dict[str, tuple[str, Any]] = {
+    "delete": ("_puts", Status.UNAVAILABLE), "store": ("_puts", Status.UNAVAILABLE),
+    "read_many": ("_gets", UNAVAILABLE), "stored_many": ("_gets", False),
+}  # fmt: skip
+AWAY = tuple(ANSWERS)
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(2) as made:
+        made.settled({0: ALL[::2], 1: ALL[1::2]})
+        yield made
+
+
+def connected(cluster: FakeCluster) -> Client:
+    client = cluster.client("shm", replicas=2)
+    assert client.wait_ready(60)
+    return client
+
+
+def lose(patch: pytest.MonkeyPatch, client: Client, cluster: FakeCluster, *what: str) -> None:
+    """Let node 1 not answer these calls of a client."""
+
+    def hook(name: str) -> None:
+        part, answer = ANSWERS[name]
+        plain = getattr(getattr(client, part), name)
+
+        def partly(digests: Sequence[bytes], second: Any = None, *more: Any) -> list[Any]:
+            there = [at for at, digest in enumerate(digests) if not is_at(client, cluster, digest, 1)]
+            if isinstance(second, (list, tuple)):
+                second = [second[at] for at in there]
+            got = plain([digests[at] for at in there], second, *more) if there else []
+            answers = dict(zip(there, got))
+            return [answers.get(at, answer) for at in range(len(digests))]
+
+        patch.setattr(getattr(client, part), name, partly)
+
+    for name in what:
+        hook(name)
+
+
+def is_at(client: Client, cluster: FakeCluster, digest: bytes, node: int) -> bool:
+    target = client._routes.target(digest)
+    return target is not None and target.info.node == cluster.nodes[node].name
+
+
+def places(client: Client, digest: bytes) -> list[bytes]:
+    """Return where the copies of a value belong."""
+    assert client._replicas is not None
+    other = client._replicas.second(digest)
+    return [digest] if other is None else [digest, other]
+
+
+def stored(client: Client, digest: bytes) -> set[bytes]:
+    """Return all that reads may return for a value of three bytes."""
+    assert client._replicas is not None
+    copies = client._replicas.read_copies(digest, 3)
+    assert UNAVAILABLE not in [got for got, _ in copies]
+    return {bytes(room) for got, room in copies if got != MISS}
+
+
+def put(client: Client, digests: list[bytes], value: bytes) -> list[int]:
+    return replace(client, digests, [memoryview(value)] * len(digests))
+
+
+@pytest.mark.parametrize("lost", [("delete",), ("store",), ("store", "delete"), AWAY], ids="+".join)
+def test_no_old_value_is_read_after_a_replacement_that_succeeded(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
+) -> None:
+    """Also of a second attempt while the server is still away."""
+    client = connected(cluster)
+    digests = [client.digest(f"k{number}") for number in range(COUNT)]
+    assert put(client, digests, b"old") == [Status.OK] * COUNT
+    for value in (b"new", b"3rd"):
+        with monkeypatch.context() as patch:
+            lose(patch, client, cluster, *lost)
+            statuses = put(client, digests, value)
+        for digest, status in zip(digests, statuses):
+            at = [any(is_at(client, cluster, each, node) for each in places(client, digest)) for node in (0, 1)]
+            refused = "store" in lost and ((at[1] and "delete" in lost) or not at[0])
+            assert status == (Status.UNAVAILABLE if refused else Status.OK)
+            assert stored(client, digest) == {value} if status == Status.OK else b"old" in stored(client, digest)
+    assert put(client, digests, b"end") == [Status.OK] * COUNT
+    assert all(stored(client, digest) == {b"end"} for digest in digests)
+
+
+def test_a_new_value_is_stored_while_a_server_is_away(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connected(cluster)
+    digests = [client.digest(f"k{number}") for number in range(COUNT)]
+    lose(monkeypatch, client, cluster, *AWAY)
+    single = client.counters["single_copies"]
+    statuses = put(client, digests, b"new")
+    reached = [any(is_at(client, cluster, each, 0) for each in places(client, digest)) for digest in digests]
+    assert [status == Status.OK for status in statuses] == reached and sum(reached) > COUNT // 2
+    assert 0 < client.counters["single_copies"] - single <= sum(reached)
+    got = client.get_many([f"k{number}" for number in range(COUNT)])
+    assert [each == b"new" for each in got] == reached
+
+
+def test_a_copy_from_before_a_map_change_goes(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = connected(cluster)
+    digests = [client.digest(f"k{number}") for number in range(COUNT)]
+    strays = [next(each for each in candidates(digest) if each not in places(client, digest)) for digest in digests]
+    for where in (digests, strays):
+        assert client._puts.store(where, [memoryview(b"old")] * COUNT) == [Status.OK] * COUNT
+    with monkeypatch.context() as patch:
+        lose(patch, client, cluster, "delete")
+        statuses = put(client, digests, b"new")
+        assert [status == Status.OK for status in statuses] == [is_at(client, cluster, each, 0) for each in strays]
+    assert put(client, digests, b"end") == [Status.OK] * COUNT
+    assert all(stored(client, digest) == {b"end"} for digest in digests)
+
+
+def test_of_a_duplicate_key_the_last_value_is_stored(cluster: FakeCluster) -> None:
+    client = connected(cluster)
+    digest = client.digest("k")
+    values = [memoryview(b"one"), memoryview(b"two")]
+    assert replace(client, [digest] * 2, values) == [Status.OK] * 2 and stored(client, digest) == {b"two"}
+    assert replace(client, [], []) == []
+
+
+@pytest.mark.parametrize("lost", [("delete",), ("store",), ("read_many",), ("store", "delete"), AWAY], ids="+".join)
+def test_every_engine_follows_a_flush_that_succeeded(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
+) -> None:
+    here, there = connected(cluster), connected(cluster)
+    said = []
+    for number in range(20):
+        one, other = Keyspace(here, f"scope {number}"), Keyspace(there, f"scope {number}")
+        old = one.generation()
+        assert old is not None and other.generation() == old
+        with monkeypatch.context() as patch:
+            lose(patch, here, cluster, *lost)
+            said.append(one.flush())
+        if said[-1]:
+            assert other.generation() == one.generation() != old
+        assert one.generation() != old
+    assert all(said) or lost != ("delete",)
+    assert not all(said) or lost in (("delete",), ("store",)), "the control"
+
+
+def test_a_flush_of_which_an_old_copy_is_left_does_not_say_that_others_see_it(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connected(cluster)
+    replicas: Any = client._replicas
+    plain = replicas.replace
+    for number in range(20):
+        one = Keyspace(client, f"scope {number}")
+        known = one.generation()
+        assert known is not None
+
+        def undone(digests: list[bytes], *more: Any, at: int = number % 2, old: int = int(known, 16)) -> list[int]:
+            statuses: list[int] = plain(digests, *more)
+            copy = places(client, digests[0])[-at]
+            assert client._puts.store([copy], [memoryview(GENERATION.pack(old))]) == [Status.OK]
+            return statuses
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replicas, "replace", undone)
+            assert not one.flush()
+        assert one.flush()
