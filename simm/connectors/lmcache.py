@@ -44,7 +44,7 @@ from ..schemes.encodings import short_key
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of
-from .lmcache_values import Arena, Layout, Slot, head_of, length_of, reachable, taken_apart, too_large
+from .lmcache_values import Arena, Layout, Slot, head_of, length_of, never_whole, reachable, taken_apart, too_large
 from .registration.of_lmcache import engine_schemes
 from .registration.registrar import Registrar
 
@@ -123,9 +123,11 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
             else MemoryFormat.KV_2TD if config.enable_blending else MemoryFormat.KV_T2D
         )  # fmt: skip
         whole = Layout.of(self.meta_fmt, self.meta_dtypes, self.meta_shapes)
-        #: What a chunk's object, and one of a layer, is expected to be; None until one was seen.
+        odd = self._binary or never_whole(self.meta_fmt, self.meta_dtypes, self.meta_shapes)
+        #: What a chunk's object, and one of a layer, is expected to be; None until one was seen, and where a full one
+        #: is more than a value: only parts of one are stored, and room for a full one could cost the engine others.
         self._expected: dict[bool, tuple[Any, Any, Any] | None] = {
-            False: None if self._binary else (self.meta_shapes, self.meta_dtypes, self.meta_fmt), True: None,
+            False: None if odd else (self.meta_shapes, self.meta_dtypes, self.meta_fmt), True: None,
         }  # fmt: skip
         log.info("SiMM's remote storage for LMCache: %r, keys behind %r, chunks of %s", self._client, self._head, whole)
 
@@ -230,7 +232,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
                 if obj is not None:
                     try:
                         slots[at] = obj, self._arena.slot(obj)
-                    except UsageError:  # a full chunk is more than a value, but a part of one may be stored
+                    except UsageError:  # it cannot be a value, but a part of it may be stored
                         obj.ref_count_down()
                         odd.append(at)
                 elif expected is None:

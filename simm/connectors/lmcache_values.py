@@ -12,6 +12,7 @@ The text is ``KV_2LTD|bfloat16:2,32,256,1024``: the format, then a part for each
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -146,6 +147,12 @@ def too_large(obj: Any) -> bool:
     """Return whether an object's bytes and trailer are more than a value may have. O(1), O(groups) near the bound."""
     room = VALUE_BYTES_MAX - obj.get_size()
     return bool(room < _TRAILER_MAX and room < len(Layout.of_object(obj).trailer()))
+
+
+def never_whole(form: Any, dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> bool:
+    """Return whether an object of these of LMCache's types, with its trailer, is more than a value may have."""
+    size = sum(math.prod(map(int, shape)) * int(dtype.itemsize) for dtype, shape in zip(dtypes, shapes))
+    return size + len(Layout.of(form, dtypes, shapes).trailer()) > VALUE_BYTES_MAX
 
 
 def reachable(client: Client) -> bool:

@@ -37,6 +37,8 @@ class MemoryFormat(enum.Enum):
 class Dtype:
     """A data type of torch's; all have two bytes here."""
 
+    itemsize = 2
+
     def __init__(self, name: str) -> None:
         self.name = name
 

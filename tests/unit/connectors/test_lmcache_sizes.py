@@ -46,6 +46,7 @@ def test_a_part_of_a_chunk_is_stored_and_read(client: FakeClient, caplog: pytest
             bytes(chunks[0].byte_array), None, bytes(chunks[2].byte_array), None
         ]  # fmt: skip
         assert connector._backend.used() == 2, "what is no hit holds no memory"
+        assert len(connector._backend.made) == 2, "nor takes any for a moment, which could evict other chunks"
         await connector.close()
 
     with fake_lmcache.engine() as module:
