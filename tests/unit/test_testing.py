@@ -34,6 +34,16 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
+def test_a_fake_with_near_copies_traces() -> None:
+    """It looked for what only a real client's near copies have."""
+    with FakeClient(near_copies=True) as client:
+        client.trace(1.0)
+        assert client.put("k", b"v") and client.get("k") == b"v" and client.prefetch(["k"]) == 0
+        client.trace(None)
+        assert type(client) is FakeClient
+        client.trace(1.0)
+
+
 def test_a_fake_keeps_no_thread_process_segment_or_descriptor() -> None:
     def held() -> Counter[Any]:
         maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]

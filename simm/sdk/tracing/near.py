@@ -15,7 +15,6 @@ from ...ipc.put import ShmPut
 from ...tracing.spans import CURRENT, Decision
 from ..near.copies import Near, NearGets, NearPut, NearPuts, NearReads
 from ..reads import Gets
-from ..remote_reads import RemoteReads
 from ..writes import Puts
 from .parts import TracedGets, TracedPuts, TracedRemoteReads, TracedShmPut, noted
 from .stand_ins import TimedReader
@@ -85,10 +84,13 @@ PARTS: Final[dict[type, type]] = {
 
 
 def parts_of(near: Any) -> list[Any]:
-    """Return the parts of a client's near copies: what reads, puts and drops for the thread, and reads at owners."""
-    plain: Gets = near._plain
-    remote: RemoteReads = plain._remote
-    put: ShmPut = near._put
-    drops: Puts = near._drops
+    """Return the parts of a client's near copies: what reads, puts and drops for the thread, and reads at owners.
+
+    Those that a fake lacks are left out.
+    """
+    plain: Gets | None = getattr(near, "_plain", None)
+    put: ShmPut | None = getattr(near, "_put", None)
+    drops: Puts | None = getattr(near, "_drops", None)
     originals: Gets = near.originals
-    return [near, plain, remote, put, drops, originals, originals._remote]
+    found = [near, plain, plain and plain._remote, put, drops, originals, originals._remote]
+    return [part for part in found if part is not None]
