@@ -61,8 +61,7 @@ class Registration:
         self._regions: dict[int, tuple[Rail, Region]] = {}
         #: By the rail's id, where it failed: when to try again (monotonic seconds), and the pause before that.
         self._failed: dict[int, tuple[float, float]] = {}
-        with _lock:  # nobody can iterate over what another thread adds to
-            _REGISTRATIONS.add(self)
+        _REGISTRATIONS.add(weakref.ref(self, _REGISTRATIONS.discard))
 
     def holds(self, address: int, size: int) -> bool:
         """Return True if it covers these bytes."""
@@ -158,7 +157,9 @@ def registered(span: Span) -> Span:
     return span
 
 
-_REGISTRATIONS: weakref.WeakSet[Registration] = weakref.WeakSet()
+#: Without a lock, as a signal's handler may close a client while its thread registers: additions, removals and copies
+#: of a set are one step each.
+_REGISTRATIONS: Final[set[weakref.ref[Registration]]] = set()
 #: Regions whose registration was dropped, and queue pairs, with the process they belong to and what keeps their memory.
 _DROPPED: deque[tuple[int, Sequence[Region | QueuePair], Any]] = deque()
 
@@ -250,10 +251,13 @@ def release(shared: Shared) -> None:
     rails = {id(rail) for rail in fabric.rails}
     close_dropped()
     fabric.close()
-    with _lock:
-        registrations = list(_REGISTRATIONS)
-    for registration in registrations:
+    for registration in _registrations():
         registration.forget(rails)
+
+
+def _registrations() -> list[Registration]:
+    """Return all registrations that there are now."""
+    return [made for each in _REGISTRATIONS.copy() if (made := each()) is not None]
 
 
 def _after_fork_in_child() -> None:
@@ -269,7 +273,7 @@ def _after_fork_in_child() -> None:
     for kept in _DROPPED:
         fork.keep_forever(kept)
     _DROPPED.clear()
-    for registration in list(_REGISTRATIONS):
+    for registration in _registrations():
         fork.keep_forever(registration._regions)
         registration.forget()
 

@@ -1,50 +1,60 @@
-"""A set that another thread adds to in the middle of an iteration, and the lock that is to prevent it."""
+"""Sets that are used by somebody else in the middle of what a test calls."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tests.support.waiting import WAIT_S, wait_until
+from tests.support.waiting import WAIT_S
 
 
-class AskedFor:
-    """A lock that counts how often it was asked for."""
+class AddedTo(set[Any]):
+    """A set during whose next iteration, or after whose next copy, another thread does ``add`` once."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.asked = 0
+    _add: Callable[[], object] | None = None
 
-    def __enter__(self) -> None:
-        self.asked += 1
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-class AddedTo(weakref.WeakSet[Any]):
-    """A weak set during whose next iteration another thread does ``add``, until that ends or waits for the lock."""
-
-    def __init__(self, items: Iterable[Any], lock: AskedFor, add: Callable[[], object]) -> None:
+    def __init__(self, items: Iterable[Any], add: Callable[[], object]) -> None:
         super().__init__(items)
-        self._lock, self._add = lock, add
-        self._thread: threading.Thread | None = None
+        self._add = add
+
+    def _meanwhile(self) -> None:
+        add, self._add = self._add, None
+        if add is not None:
+            thread = threading.Thread(target=add, daemon=True)
+            thread.start()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
     def __iter__(self) -> Iterator[Any]:
         items = super().__iter__()
         yield next(items)
-        if self._thread is None:
-            self._thread = thread = threading.Thread(target=self._add)
-            asked = self._lock.asked
-            thread.start()
-            wait_until(lambda: self._lock.asked > asked or not thread.is_alive(), "it is added, or waits")
+        self._meanwhile()
         yield from items
 
-    def joined(self) -> bool:
-        """Wait until the other thread has ended; return whether there was one."""
-        if self._thread is not None:
-            self._thread.join(WAIT_S)
-        return self._thread is not None and not self._thread.is_alive()
+    def copy(self) -> set[Any]:
+        made = set(super().copy())
+        self._meanwhile()
+        return made
+
+
+class Interrupting(set[Any]):
+    """A set in the middle of whose next ``add`` the same thread does something else, as in a signal's handler."""
+
+    def __init__(self, items: Iterable[Any], act: Callable[[], object]) -> None:
+        super().__init__(items)
+        self._act: Callable[[], object] | None = act
+
+    def add(self, item: Any) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+        super().add(item)
+
+
+def ends(call: Callable[[], object]) -> bool:
+    """Run a call in a thread, and return whether it ends."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    return not thread.is_alive()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -16,7 +15,6 @@ from ...arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ...arena.reader import ArenaReader, Unsettled
 from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ...errors import PeerError
-from ...host import fork
 from ...host.buffers import Copier
 from ...ipc.patience import Patience
 from ...ipc.steps import Steps, finish
@@ -62,13 +60,9 @@ class Pinner:
         self._owners = Owners(routes, counters)
         self._replicas = replicas
         self._deadline_s = deadline_s
-        self._made: weakref.WeakSet[Pins] = weakref.WeakSet()
-        self._begin()
-        fork.in_child(self._begin)
-
-    def _begin(self) -> None:
-        """Make the lock, also in the child of a fork: nobody can iterate over what another thread adds to."""
-        self._lock = threading.Lock()
+        #: Without a lock: a signal's handler may close the client while its thread is in :meth:`pin`. Additions,
+        #: removals and copies of a set are one step each.
+        self._made: set[weakref.ref[Pins]] = set()
 
     def pin(self, keys: Sequence[str], digests: Sequence[bytes]) -> Pins:
         """Return the values of these keys, held from now on. O(keys), and an exchange with each worker for 1,024."""
@@ -83,8 +77,7 @@ class Pinner:
         missed = len(digests) - held - len(pins.parted)
         self.counters["hits"] += held
         self.counters["misses"] += missed
-        with self._lock:
-            self._made.add(pins)
+        self._made.add(weakref.ref(pins, self._made.discard))
         return pins
 
     def _find(self, pins: Pins, digests: Sequence[bytes]) -> None:
@@ -101,8 +94,7 @@ class Pinner:
 
     def release_all(self) -> None:
         """Release what was pinned, as the client ends: at all servers within one deadline."""
-        with self._lock:
-            made = list(self._made)
+        made = [pins for each in self._made.copy() if (pins := each()) is not None]
         end_together([holder for pins in made for holder in pins.give_up()], self._deadline_s)
 
     def _hold(self, batch: _PinBatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +14,7 @@ from simm.testing import FakeClient
 from simm.wire import messages as M
 from tests.support.cluster_clients import KEYS, full, value_of
 from tests.support.fake_cluster import ALL, FakeCluster
-from tests.support.iterated import AddedTo, AskedFor
+from tests.support.iterated import AddedTo, Interrupting, ends
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_retired")
@@ -102,22 +102,34 @@ def test_close_while_another_thread_pins() -> None:
     client = FakeClient()
     assert client.put("k", b"value")
     held = [client.pin(["k"]) for _ in range(3)]
-    pinner, lock = client._pinner, AskedFor()
-    made = AddedTo(held, lock, lambda: held.append(client.pin(["k"])))
-    pinner._made, pinner._lock = made, lock  # type: ignore[assignment]
+    pinner = client._pinner
+    pinner._made = made = AddedTo(pinner._made, lambda: held.append(client.pin(["k"])))
     pinner.release_all()
-    assert made.joined() and len(held) == 4 and len(made) == 4
+    assert len(held) == 4 and len(made) == 4
     assert ["released" in repr(each) for each in held] == [True, True, True, False], "the last one came after"
     client.close()
     assert all("released" in repr(each) for each in held)
 
 
-def test_a_child_that_was_forked_while_another_thread_pinned_closes() -> None:
-    with FakeClient() as client, client._pinner._lock:
-        pid = os.fork()
-        if not pid:
-            os._exit(client._pinner._lock.locked())
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def test_a_signal_s_handler_closes_the_client_while_its_thread_pins() -> None:
+    """It waited for ever for a lock that its own thread held."""
+    client = FakeClient()
+    assert client.put("k", b"value")
+    held = [client.pin(["k"])]
+    client._pinner._made = Interrupting(client._pinner._made, client.close)
+    assert ends(lambda: held.append(client.pin(["k"])))
+    assert len(held) == 2 and "released" in repr(held[0])
+    held[1].release()
+
+
+def test_pins_that_are_gone_are_forgotten() -> None:
+    with FakeClient() as client:
+        assert client.put("k", b"value")
+        held = client.pin(["k"])
+        client.pin(["k"]).release()
+        gc.collect()
+        assert [each() for each in client._pinner._made] == [held]
+        held.release()
 
 
 def test_all_queued_pins_are_released_at_once(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
