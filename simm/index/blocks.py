@@ -226,14 +226,14 @@ class Blocks:
                 self._flush()
             told = event.where.rank if event.where.rank is not None else rank
             mine = of if of is not None else told or 0
+            source.ranks.add(mine)
             try:
                 if isinstance(event, Stored):
                     self._stored(source, event, mine)
                 elif isinstance(event, Removed):
                     self._removed(source, event, mine)
                 else:
-                    # What other ranks have is forgotten with it, and they may have it still.
-                    source.missed += of is None and any(each.rank != mine for each in source.holders.values())
+                    source.emptied(mine)
                     self.clear(source, event.where.tenant if source.registration.store else None)
             except Ignored as why:
                 source.ignore(why)
@@ -245,7 +245,7 @@ class Blocks:
         """
         if (
             not isinstance(event, Stored) or late.source is not source or event.block_size != late.like.block_size
-            or event.tokens is None or event.extras or source.waiting
+            or event.tokens is None or event.pairs != late.like.pairs or source.waiting
             or (late.tier != GPU and source.registration.type == "vllm")  # see _told
         ):  # fmt: skip
             return False
@@ -263,17 +263,18 @@ class Blocks:
                 return False
         else:
             key, holder = self._parent(event.parent, late.lane)
-            if holder is not late.holder or late.copies != (source.registration.type == "vllm"):
+            if holder is not late.holder or late.copies != (source.registration.type == "vllm" and not event.rooted):
                 return False
         if count == 1:  # as of an engine that decodes
             if (name := names[0]) in known:
                 return False
-            known[name] = key_of(event.tokens, key, self.seed)
+            tokens = bytes(event.tokens) + event.extras[0] if event.extras else event.tokens
+            known[name] = key_of(tokens, key, self.seed)
             late.count += 1
             return True
         if not known.keys().isdisjoint(names) or len(set(names)) < count:
             return False
-        known.update(zip(names, chain(event.tokens, size, parent=key, seed=self.seed)))
+        known.update(zip(names, chain(event.tokens, size, parent=key, extras=event.extras, seed=self.seed)))
         late.count += count
         return True
 
@@ -295,7 +296,7 @@ class Blocks:
             return
         size = event.block_size or source.registration.block_size
         if size is None or len(event.tokens) != 4 * size * len(event.hashes):
-            raise Ignored("not the tokens of all blocks")
+            raise Missed("not the tokens of all blocks")
         source.pairs |= event.pairs
         todo = [Parked(event, rank, set())]
         while todo:
@@ -321,7 +322,7 @@ class Blocks:
                 source.park(parked, lane)
                 return False
             if holder.space.block_size != (event.block_size or size):
-                raise Ignored("blocks of another size than their parent")
+                raise Missed("blocks of another size than their parent")
             space = holder.space
         assert event.tokens is not None
         step = event.block_size or size
@@ -339,7 +340,7 @@ class Blocks:
             names, keys = [names[at] for at in kept], [keys[at] for at in kept]
         if names:
             # vLLM tells of each copy. But without a parent it may only report once more what it has.
-            copies = source.registration.type == "vllm" and event.parent is not None
+            copies = source.registration.type == "vllm" and event.parent is not None and not event.rooted
             self._collect(Late(source, holder, lane, tier, copies, {}, event, rank), names, keys)
         return True
 
@@ -493,7 +494,9 @@ class Blocks:
         mine = np.unique(np.array(names, np.uint64))
         slots = self._aliases.find(mine, np.full(len(mine), lane, np.uint32))
         slots = slots[slots >= 0]
-        source.ignored["unknown blocks without tokens"] += len(mine) - len(slots)
+        if len(slots) < len(mine):
+            source.ignored["unknown blocks without tokens"] += len(mine) - len(slots)
+            source.miss()
         holders = self._aliases.columns["holder"][slots]
         for number in np.unique(holders).tolist():
             holder = self._holders.get(number)
@@ -557,13 +560,6 @@ class Blocks:
         self._held.remove(slots)
 
     # -- questions ---------------------------------------------------------------------------------------
-
-    def held_by(self, holder: Holder, most: int) -> tuple[U64, NDArray[np.uint32]]:
-        """Return the keys and counts of a holder's blocks, at most so many. O(slots)."""
-        with self.lock:
-            self._flush()
-            slots = np.flatnonzero(self._held.owners == holder.id)[: max(0, most)]
-            return self._held.keys[slots], self._held.columns["counts"][slots]
 
     def held(self, most: int) -> list[tuple[Holder, U64, NDArray[np.uint32]]]:
         """Return keys and counts of all holders' blocks, so many in all at the most, whichever. O(slots + holders)."""

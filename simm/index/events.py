@@ -9,7 +9,7 @@ believed: sizes, depth, counts, types, ranges.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -76,6 +76,8 @@ class Stored(NamedTuple):
         extras: for each block what it depends on beside tokens, adapter and salt; may be shorter.
         pairs: the blocks are of pairs of neighbouring tokens. ``tokens`` has the first of each, and ``extras`` begin
             with the token behind the block, as :func:`~simm.index.keys.pair_chain` hashes it.
+        rest: a further part of an event that was cut (:func:`slices`).
+        rooted: the same of an event without a parent.
     """
 
     hashes: Hashes
@@ -86,6 +88,8 @@ class Stored(NamedTuple):
     standard: bool = False
     extras: tuple[bytes, ...] = ()
     pairs: bool = False
+    rest: bool = False
+    rooted: bool = False
 
 
 class Removed(NamedTuple):
@@ -224,6 +228,54 @@ def decode(payload: bytes | memoryview) -> Batch:
         if blocks > BLOCKS_MAX:
             raise BadEvent(f"{blocks} blocks in a message, {BLOCKS_MAX} at most")
     return batch
+
+
+def slices(events: Sequence[Event], most: int, *, block_size: int | None = None) -> list[list[Event]]:
+    """Return events in their order in slices of at most so many blocks, and longer events in parts. O(events + bytes).
+
+    An event whose tokens are not those of all its blocks is a slice of its own, as nobody adds its blocks.
+
+    Args:
+        most: blocks of a slice. An event that names none counts as one.
+        block_size: tokens of a block, of events that do not tell.
+    """
+    found: list[list[Event]] = []
+    left = 0
+    for event in events:
+        count = 1 if isinstance(event, Cleared) else max(1, len(event.hashes))
+        if count > most and not isinstance(event, Cleared):
+            found += [[part] for part in _parts(event, most, block_size)]
+            left = 0
+        elif count > left:
+            found.append([event])
+            left = most - count
+        else:
+            found[-1].append(event)
+            left -= count
+    return found
+
+
+def _parts(event: Stored | Removed, most: int, block_size: int | None) -> Iterator[Event]:
+    """Yield an event in parts, each of which has the last block of the part before it as its parent."""
+    names = event.hashes
+    if isinstance(event, Removed):
+        for at in range(0, len(names), most):
+            yield event._replace(hashes=names[at : at + most])
+        return
+    tokens, step = event.tokens, 4 * (event.block_size or block_size or 0)
+    if tokens is None:
+        names = array("Q", dict.fromkeys(names))  # a name that comes again is no copy
+    elif len(tokens) != step * len(names):
+        yield event
+        return
+    for at in range(0, len(names), most):
+        stop = at + most
+        yield event._replace(
+            hashes=names[at:stop], parent=names[at - 1] if at else event.parent, extras=event.extras[at:stop],
+            # A copy: a part may wait for long, and must not keep the tokens of all others.
+            tokens=None if tokens is None else memoryview(bytes(tokens[step * at : step * stop])),
+            rest=at > 0, rooted=at > 0 and event.parent is None,
+        )  # fmt: skip
 
 
 def _all_maps(raw: Any) -> list[Event] | None:
@@ -391,4 +443,4 @@ def _extras(given: list[Any] | None, where: Where, first: bool) -> tuple[str | N
     return salt, tuple(found) if any(found) else ()
 
 
-__all__ = ["BadEvent", "Batch", "Cleared", "Event", "Removed", "Stored", "Where", "decode"]
+__all__ = ["BadEvent", "Batch", "Cleared", "Event", "Removed", "Stored", "Where", "decode", "slices"]

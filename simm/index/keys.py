@@ -75,22 +75,25 @@ def chain(
     return found
 
 
-def pair_chain(tokens: memoryview, block_size: int, *, seed: int = SEED) -> list[int]:
+def pair_chain(tokens: memoryview, block_size: int, *, parent: int | None = None, seed: int = SEED) -> list[int]:
     """Return the key of each block of pairs of neighbouring tokens, as SGLang has with EAGLE. O(tokens).
 
     Such a block has ``block_size`` pairs, and so it depends on the token behind its own tokens, too: a prompt's last
     block is whole only with one token more. The two kinds of keys have nothing in common.
+
+    Args:
+        parent: the key of the block before them; None for the beginning of a prompt.
     """
     step = 4 * block_size
     found: list[int] = []
-    key: int | None = None
+    key = parent
     for at in range(0, len(tokens) - step - 3, step):
         key = key_of(tokens[at : at + step + 4], key, seed)
         found.append(key)
     return found
 
 
-def key_of(tokens: memoryview, parent: int | None, seed: int) -> int:
+def key_of(tokens: memoryview | bytes, parent: int | None, seed: int) -> int:
     """Return the key of one block: as :func:`chain`, of which this is the common case in events. O(tokens)."""
     local = _xxh3(tokens, seed)
     return local if parent is None else _xxh3(_PAIR.pack(parent, local), seed)

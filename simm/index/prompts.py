@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .keys import SEED, chain, id_bytes, token_bytes
+from .keys import SEED, chain, id_bytes, pair_chain, token_bytes
 from .libraries import msgspec
 from .table import Keys
 
@@ -32,7 +32,7 @@ PIECE: Final = 4096
 REMEMBERED_BYTES_MAX: Final = 64 << 20
 #: Of a piece, beside its text, token ids and keys.
 _PIECE_COST: Final = 1024
-#: Sizes of blocks for which a piece's keys are remembered: the least, and how many.
+#: Sizes of blocks for which a piece's keys are remembered: the least, and how many. Those of pairs are others.
 _SIZE_MIN: Final = 8
 _SIZES_MAX: Final = 2
 
@@ -53,7 +53,7 @@ class _Piece:
         head: the text before the token ids, with the bracket.
         ids: its token ids, up to the last comma.
         first: the number of token ids before those.
-        keys: by the size of blocks, of the blocks that end in it.
+        keys: by the size of blocks, of the blocks that end in it; by the negative size of blocks of pairs.
     """
 
     __slots__ = ("end", "first", "head", "ids", "key", "keys")
@@ -102,23 +102,27 @@ class Prompt:
             parts.append(piece.ids[max(0, start - piece.first) :])
         return np.concatenate(parts[::-1])
 
-    def keys(self, size: int) -> Keys:
-        """Return the keys of its full blocks of ``size`` token ids. O(token ids that are not remembered + pieces)."""
+    def keys(self, size: int, *, pairs: bool = False) -> Keys:
+        """Return the keys of its full blocks of ``size`` token ids. O(token ids that are not remembered + pieces).
+
+        ``pairs``: of its blocks of pairs of neighbouring tokens, see :func:`~simm.index.keys.pair_chain`.
+        """
+        kind, behind, hashed = (-size, 1, pair_chain) if pairs else (size, 0, chain)
         found: list[Keys] = []
         done = 0
         for piece in self._pieces:
-            mine = piece.keys.get(size)
+            mine = piece.keys.get(kind)
             if mine is None:
                 break
             found.append(mine)
             done += len(mine)
         parent = next((int(each[-1]) for each in reversed(found) if len(each)), None)
-        rest = np.array(chain(id_bytes(self._behind(done * size)), size, parent=parent, seed=self._seed), np.uint64)
+        rest = np.array(hashed(id_bytes(self._behind(done * size)), size, parent=parent, seed=self._seed), np.uint64)
         at = 0
         for piece in self._pieces[len(found) :] if size >= _SIZE_MIN else ():
-            count = (piece.first + len(piece.ids)) // size - done - at
+            count = (piece.first + len(piece.ids) - behind) // size - done - at
             if len(piece.keys) < _SIZES_MAX:
-                piece.keys[size] = rest[at : at + count].copy()
+                piece.keys[kind] = rest[at : at + count].copy()
             at += count
         return np.concatenate((*found, rest)) if found else rest
 

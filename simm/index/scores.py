@@ -144,8 +144,9 @@ class Scores:
 
 def score(
     index: Blocks, space: Space, keys: Sequence[int] | U64, *, names: Sequence[Sequence[int]] = (),
-    pairs: Sequence[int] = (), weights: Mapping[str, float] = WEIGHTS, endpoints: Sequence[str] | None = None,
-    loads: Mapping[str, float] | None = None, load_weight: float = 1.0, now: float | None = None,
+    pairs: Sequence[int] | U64 = (), weights: Mapping[str, float] = WEIGHTS,
+    endpoints: Sequence[str] | None = None, loads: Mapping[str, float] | None = None, load_weight: float = 1.0,
+    now: float | None = None,
 ) -> Scores:  # fmt: skip
     """Return what is known of a prompt. O(blocks of the prefixes x endpoints).
 
@@ -216,7 +217,7 @@ def score(
 
 def _found(
     index: Blocks, space: Space, keys: Sequence[int] | U64, names: Sequence[Sequence[int]],
-    pairs: Sequence[int],
+    pairs: Sequence[int] | U64,
 ) -> list[tuple[Holder, Found]]:
     """Return what each holder has, by what it calls the blocks. Under the index' lock."""
     found = dict(index.match(space, keys))

@@ -23,7 +23,6 @@ from ..schemes.scheme import Libraries, Scheme
 from . import figures
 from .blocks import Blocks
 from .events import RANK_MAX, TEXT_MAX, TOKENS_MAX
-from .keys import id_bytes, pair_chain
 from .libraries import msgspec
 from .lmcache.hashes import Namer
 from .lmcache.servers import Server, Servers
@@ -75,7 +74,7 @@ class Asked(NamedTuple):
     space: Space
     keys: U64
     names: Sequence[Sequence[int]] = ()
-    pairs: Sequence[int] = ()
+    pairs: Sequence[int] | U64 = ()
 
 
 class Service:
@@ -220,8 +219,8 @@ class Service:
 
     # -- questions ---------------------------------------------------------------------------------------
 
-    def _asked(self, body: Body) -> Asked:
-        """Return what a request asks for. Raises UsageError."""
+    def _asked(self, body: Body, *, plain: bool = False) -> Asked:
+        """Return what a request asks for, or its plain keys alone. Raises UsageError."""
         model = _text(body, "model", "model_name", "modelname")
         size = _number(body, "block_size", 0, 1 << 20)
         tenant = _text(body, "tenant_id") or "default"
@@ -249,13 +248,15 @@ class Service:
         if len(prompt) // size > QUESTION_BLOCKS_MAX:
             raise UsageError(f"token_ids has {len(prompt) // size} blocks of {size}, {QUESTION_BLOCKS_MAX} at most")
         keys = prompt.keys(size)
+        if plain:
+            return Asked(space, keys)
         with self.index.lock:
             sources = {each.source for each in self.index.spaces.get(space, {}).values()}
             hashed, paired = any(each.registration.hashed for each in sources), any(each.pairs for each in sources)
         names = prompt.ids.tolist() if hashed and self._namers else []
         return Asked(
             space, keys, [each(names, size) for each in self._namers] if hashed else [],
-            pair_chain(id_bytes(prompt.ids), size, seed=self.index.seed) if paired else [],
+            prompt.keys(size, pairs=True) if paired else (),
         )  # fmt: skip
 
     def _prompt(self, body: Body) -> Prompt | None:
@@ -312,7 +313,7 @@ class Service:
 
     def expect(self, body: Body) -> dict[str, Any]:
         """Count a prompt as held for ``ttl_s`` by the instance that it was just sent to. Raises UsageError."""
-        space, keys, *_ = self._asked(body)
+        space, keys, *_ = self._asked(body, plain=True)
         name = _name(body)
         rank = None if body.get("dp_rank") is None else _number(body, "dp_rank", 0, RANK_MAX)
         seconds = _real(body, "ttl_s", EXPECT_S, EXPECT_S_MAX)
@@ -346,7 +347,7 @@ class Service:
             "modelname": told.model, "block_size": told.block_size, "endpoint": told.endpoint,
             "replay_endpoint": told.replay, "node": told.node, "pool": told.pool, "blocks": source.blocks,
             "stale": source.stale or source.lost, "counted": not source.stale,
-            "complete": stream is not None and stream.complete, "waiting": source.waiting,
+            "complete": stream is not None and stream.complete and not source.naming, "waiting": source.waiting,
             "unknown_tiers": sorted(source.media), "ignored": dict(source.ignored),
             "stream": {} if stream is None else dict(stream.counts),
         }  # fmt: skip

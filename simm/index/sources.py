@@ -155,9 +155,9 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tokens and extras, and of the objects that it is made of."""
+        """Bytes of its tokens and extras, and about those of the objects that it is made of."""
         event = self.event
-        return len(event.tokens or b"") + sum(map(len, event.extras)) + 256 * len(event.hashes)
+        return 1200 + len(event.tokens or b"") + sum(map(len, event.extras)) + 256 * len(event.hashes)
 
 
 class Expected(NamedTuple):
@@ -194,6 +194,9 @@ class Source:
     ignored: Counter[str] = field(default_factory=Counter)
     #: Events since which not all is known that it has.
     missed: int = 0
+    #: Ranks that it has told of, ever; and those that have cleared their caches, and of which all is known since.
+    ranks: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
     #: It has told of blocks of pairs of tokens: questions with tokens need those keys, too.
     pairs: bool = False
     #: Blocks of all holders.
@@ -230,7 +233,21 @@ class Source:
     def ignore(self, why: Ignored) -> None:
         """Count an event that does not count."""
         self.ignored[str(why)] += 1
-        self.missed += isinstance(why, Missed)
+        if isinstance(why, Missed):
+            self.miss()
+
+    def miss(self) -> None:
+        """Note that blocks are not counted that should be: not all is known that any rank has."""
+        self.missed += 1
+        self.known.clear()
+
+    def emptied(self, rank: int) -> None:
+        """Note that a rank has nothing any more. What others have is forgotten with it, and they may have it still."""
+        others = {each.rank for each in self.holders.values()} | {each for _, each in self.lanes}
+        others.discard(rank)
+        self.missed += bool(others)
+        self.known -= others
+        self.known.add(rank)
 
     def unwait(self, lane: int, names: Sequence[int]) -> None:
         """Note that blocks are gone, some of which may still wait. O(names), as each event hears it once of a block."""
@@ -239,17 +256,19 @@ class Source:
                 each.gone.add(name)
 
     def park(self, parked: Parked, lane: int) -> None:
-        """Let an event wait for its parent, in place of the oldest if need be. O(blocks). Raises Missed."""
+        """Let an event wait for its parent, in place of the oldest if need be. O(blocks). Raises Missed.
+
+        The bound of blocks is for several events: one alone may have more, also if it comes in parts.
+        """
         assert parked.event.parent is not None
         names, nbytes = parked.event.hashes, parked.nbytes
-        if len(names) > PARKED_MAX:
+        if nbytes > PARKED_BYTES_MAX:
             raise Missed("too many blocks to wait for a parent")
-        self.ignored["waits for its parent"] += 1
-        while self.parked and (
-            self.waiting + len(names) > PARKED_MAX or self.waiting_bytes + nbytes > PARKED_BYTES_MAX
-        ):
+        self.ignored["waits for its parent"] += not parked.event.rest
+        most = PARKED_MAX - len(names) if not parked.event.rest else PARKED_BYTES_MAX
+        while self.parked and (self.waiting > most or self.waiting_bytes + nbytes > PARKED_BYTES_MAX):
             self.unpark(*next(iter(self.parked)))
-            self.missed += 1
+            self.miss()
         self.parked.setdefault((parked.event.parent, lane), []).append(parked)
         self.waiting += len(names)
         self.waiting_bytes += nbytes

@@ -32,7 +32,7 @@ from collections import Counter
 from typing import Final
 
 from .blocks import Blocks
-from .events import MESSAGE_BYTES_MAX, BadEvent, Cleared, decode
+from .events import MESSAGE_BYTES_MAX, BadEvent, Cleared, decode, slices
 from .sources import LOGGED, Source
 
 log = logging.getLogger("simm.index.streams")
@@ -43,7 +43,7 @@ PENDING_BYTES_MAX: Final = 4 * MESSAGE_BYTES_MAX
 #: Questions for a hole before all is forgotten, and questions in a row without a whole answer.
 HOLE_ASKS: Final = 4
 ASKS_MAX: Final = 16
-#: Events that are applied before others may ask the index.
+#: Blocks that are applied before others may ask the index: some milliseconds.
 _SLICE: Final = 4096
 
 
@@ -75,6 +75,8 @@ class Stream:
         #: All that the publisher has is known: it is since a message before which it had nothing, no event was refused,
         #: and there was room for all.
         self.complete = False
+        #: The same, but for events that were refused or had no room: an answer to a replay would bring nothing else.
+        self._heard_all = False
         #: Other messages follow at once, and then a ``Blocks.flush``.
         self.more = False
         self.counts: Counter[str] = Counter()
@@ -123,7 +125,7 @@ class Stream:
         if self.replaying:
             return self.next
         store = self.source.registration.type == "simm"
-        unanswered = self.failures and (store or self.failures < ASKS_MAX) and not self.complete
+        unanswered = self.failures and (store or self.failures < ASKS_MAX) and not self._heard_all
         if not self._connected or not self._replays or not (unanswered or (store and self.source.lost)):
             return None
         self.aside = True
@@ -137,8 +139,8 @@ class Stream:
             if engine and number and self.next is not None and number >= self._since:
                 self._answered()  # it has nothing that is not known
                 return
-            self._index.clear(self.source)
-            self.complete, self.next = False, None
+            self._forget()
+            self.next = None
             self._patient = True
             self.replaying = self.source.stale = True
         if self.replaying:
@@ -215,16 +217,24 @@ class Stream:
 
     def _lose(self) -> None:
         """Forget all, as it may be wrong."""
-        self._index.clear(self.source)
-        self.complete = False
+        self._forget()
         self.source.lost = True
+
+    def _forget(self) -> None:
+        self._index.clear(self.source)
+        self.source.known.clear()
+        self.complete = self._heard_all = False
+
+    def _know_all(self) -> None:
+        self.complete = self._heard_all = True
+        self.source.lost = False
 
     def _take(self, number: int, payload: bytes) -> None:
         """Apply a message unless it was applied, and forget everything before it if one is missing."""
         if self.next is None:
             self._since = number
             if number == 0:
-                self.complete, self.source.lost = True, False
+                self._know_all()
         elif number < self.next:
             return
         elif number > self.next:
@@ -250,21 +260,23 @@ class Stream:
             self._since = number
             events = events[batch.sure :]
         self.counts["events"] += len(events)
-        missed = self.source.missed
-        for start in range(0, len(events), _SLICE):
-            if start:
+        told, missed = self.source.registration, self.source.missed
+        parts = slices(events, _SLICE, block_size=told.block_size)
+        for number, part in enumerate(parts):
+            if number:
                 time.sleep(0)  # whoever waits for the index has a turn
-            last = start + _SLICE >= len(events)
-            self._index.apply(self.source, events[start : start + _SLICE], batch.rank, more=self.more or not last)
-        if any(isinstance(each, Cleared) for each in batch.events[batch.whole :]) and self._speaks_for_all():
-            self.complete, self.source.lost = True, False
+            self._index.apply(self.source, part, batch.rank, more=self.more or number + 1 < len(parts))
         if self.source.missed > missed:
             self.complete = False
+        if batch.refused and told.rank is None:
+            self.source.known.clear()  # nobody can say whose event that was
+        if any(isinstance(each, Cleared) for each in batch.events[batch.whole :]) and self._speaks_for_all():
+            self._know_all()
 
     def _speaks_for_all(self) -> bool:
-        """Return True if nothing is there any more once this publisher has said so."""
+        """Return True if each rank has said that it has nothing any more, and all is known that came since."""
         told = self.source.registration
-        return told.type == "simm" or (not told.store and told.rank is not None)
+        return (told.type == "simm" or not told.store) and self.source.ranks <= self.source.known
 
     def _complain(self, why: str) -> None:
         self.counts["refused"] += 1

@@ -57,10 +57,8 @@ class Index:
         with self.blocks.lock:
             if stream is None or not stream.complete or self.source.stale or self.source.lost:
                 return set()
-            found: set[int] = set()
-            for holder in list(self.source.holders.values()):
-                found |= set(self.blocks.held_by(holder, 1 << 30)[0].tolist())
-            return found
+            held = self.blocks.held(1 << 30)
+            return {key for holder, keys, _ in held if holder.source is self.source for key in keys.tolist()}
 
 
 def _names(claims: Claims) -> set[int]:

@@ -22,6 +22,7 @@ from simm.index import events as events_module  # noqa: E402
 from simm.index import publishers as publishers_module  # noqa: E402
 from simm.index import service as service_module  # noqa: E402
 from simm.index import sources as sources_module  # noqa: E402
+from simm.index import streams as streams_module  # noqa: E402
 from simm.index.blocks import EXPECTED_BLOCKS_MAX, Blocks  # noqa: E402
 from simm.index.events import (  # noqa: E402
     BLOCKS_MAX,
@@ -188,6 +189,61 @@ def test_what_waits_for_parents_is_bounded_in_bytes(bound: int, monkeypatch: pyt
     assert source.waiting_bytes == sum(each.nbytes for some in source.parked.values() for each in some)
     index.clear(source)
     assert source.waiting_bytes == source.waiting == 0
+
+
+def test_what_waits_takes_the_memory_that_it_is_counted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one short block each, what waits was twice as large as its bound: the objects of an event were left out."""
+    monkeypatch.setattr(sources_module, "PARKED_BYTES_MAX", 4 * MIB)
+    monkeypatch.setattr(sources_module, "PARKED_MAX", 1 << 30)
+    index = Blocks()
+    source = register(index, block_size=16)
+    many = 8000
+    messages = [
+        msgspec.msgpack.encode([0.0, [{
+            "type": "BlockStored", "block_hashes": [(1 << 60) + number], "parent_block_hash": (1 << 61) + number,
+            "token_ids": [number] * 16, "block_size": 16,
+        }], 0])
+        for number in range(many)
+    ]  # fmt: skip
+    index.apply(source, decode(messages[0]).events)
+    tracemalloc.start()
+    try:
+        for message in messages:
+            index.apply(source, decode(message).events)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 1000 < source.waiting < many, "the bound of bytes holds"
+    assert taken < 1.25 * 4 * MIB, f"{taken >> 10} KiB"
+
+
+@pytest.mark.parametrize("part", [4, 1 << 20], ids=["in parts", "whole"])
+def test_a_long_event_may_wait_alone(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of more blocks than may wait of several was dropped, and never found its parent."""
+    monkeypatch.setattr(sources_module, "PARKED_MAX", 8)
+    monkeypatch.setattr(streams_module, "_SLICE", part)
+    index = Blocks()
+    source = register(index, block_size=1)
+    stream = streams_module.Stream(index, source, replays=False)
+
+    def tell(number: int, first: int, count: int, parent: int | None) -> None:
+        event = {
+            "type": "BlockStored", "block_hashes": list(range(first, first + count)), "parent_block_hash": parent,
+            "token_ids": [7] * count, "block_size": 1,
+        }  # fmt: skip
+        stream.message(number, msgspec.msgpack.encode([0.0, [event], 0]))
+
+    tell(0, 100, 30, 99)
+    assert source.waiting == 30 and stream.complete
+    assert source.ignored["waits for its parent"] == 1
+    tell(1, 99, 1, None)
+    assert source.blocks == 31 and source.waiting == source.waiting_bytes == 0
+    tell(2, 200, 30, 199)
+    tell(3, 600, 6, 599)
+    assert 6 <= source.waiting <= 8 and not stream.complete, "in place of the one before"
+    monkeypatch.setattr(sources_module, "PARKED_BYTES_MAX", 3000)
+    tell(4, 300, 30, 299)
+    assert source.waiting_bytes <= 3000, "the bound of bytes holds for one alone, too"
 
 
 def test_children_that_find_their_parent_wait_no_more() -> None:

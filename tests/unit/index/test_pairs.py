@@ -13,8 +13,10 @@ msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is 
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
+from simm.index import prompts as prompts_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.events import Stored, decode  # noqa: E402
+from simm.index.keys import pair_chain, token_bytes  # noqa: E402
 from simm.index.service import Service  # noqa: E402
 from simm.index.sources import Registration  # noqa: E402
 from simm.index.streams import Stream  # noqa: E402
@@ -109,6 +111,82 @@ def test_both_forms_of_events_may_have_pairs() -> None:
     first, second = (decode(packed(each)).events[0] for each in (event, array))
     assert isinstance(first, Stored) and isinstance(second, Stored) and first.pairs and second.pairs
     assert bytes(first.tokens or b"") == bytes(second.tokens or b"") and first.extras == second.extras
+
+
+def test_short_events_of_pairs_are_collected_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them was looked at by itself. They do what they do alone."""
+    looked: list[Any] = []
+    alone = Blocks._stored
+    monkeypatch.setattr(Blocks, "_stored", lambda *given: looked.append(given) or alone(*given))
+    dice = random.Random(7)
+    size = 2
+    engine, found = Engine(size), []
+    told = [engine.insert([dice.randrange(3) for _ in range(dice.randrange(9 * size))]) for _ in range(40)]
+    events = decode(packed(*(each for some in told for each in some))).events
+    for together in (True, False):
+        index = Blocks()
+        source = index.register(Registration("A", "m", "sglang", block_size=size))
+        looked.clear()
+        for some in [events] if together else [[each] for each in events]:
+            index.apply(source, some)
+        ((_, keys, counts),) = index.held(1 << 20)
+        found.append((sorted(zip(keys.tolist(), counts.tolist())), source.pairs))
+        assert len(looked) == (1 if together else len(events))
+    assert found[0] == found[1] and len(found[0][0]) == len(engine.names) > 50
+
+
+def test_keys_of_pairs_are_remembered_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    real = prompts_module.pair_chain
+
+    def counted(tokens: memoryview, size: int, **more: Any) -> list[int]:
+        hashed.append(len(tokens) // 4)
+        return real(tokens, size, **more)
+
+    monkeypatch.setattr(prompts_module, "pair_chain", counted)
+    prompts = prompts_module.Prompts()
+    dice = random.Random(3)
+    tokens = [dice.randrange(100_000) for _ in range(4000)]
+    for length in (4000, 3000, 2999, 4000, 17, 16, 0):
+        part = tokens[:length]
+        for size in (16, 9, 64, 4):
+            keys = prompts.read(json.dumps({"token_ids": part}).encode())["token_ids"].keys(size, pairs=True)
+            assert keys.tolist() == real(token_bytes(part), size)
+            assert len(keys) == max(0, length - 1) // size
+    hashed.clear()
+    prompts.read(json.dumps({"token_ids": tokens}).encode())["token_ids"].keys(16, pairs=True)
+    assert len(hashed) == 1 and hashed[0] < 1000, "what is behind the last piece"
+
+
+def test_the_last_block_of_a_text_depends_on_the_token_behind_it() -> None:
+    """Of two prompts that are alike up to the end of a block and of a piece, that block is not the same one."""
+    known = 0
+    for pad in range(8):
+        prompts = prompts_module.Prompts()
+
+        def read(tokens: list[int], prompts: Any = prompts, pad: int = pad) -> Any:
+            return prompts.read(json.dumps({"model": "m" * pad, "token_ids": tokens}).encode())["token_ids"]
+
+        tokens = [10_000] * 2000
+        piece = len(read(tokens)._pieces[0].ids)
+        read(tokens).keys(piece, pairs=True)
+        other = tokens[:piece] + [10_001] * (2000 - piece)
+        again = read(other)
+        known += again._pieces[0].keys.keys() == {-piece}
+        assert again.keys(piece, pairs=True).tolist() == pair_chain(token_bytes(other), piece)
+    assert known > 2, "what is tested is that pieces are known"
+
+
+def test_what_is_expected_needs_no_keys_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Blocks()
+    source = index.register(Registration("A", "m", "sglang", block_size=2))
+    index.apply(source, decode(packed(stored([1, 2], [5, 6, 7, 8, 9], 2))).events)
+    service = Service(index)
+    body = {"model": "m", "token_ids": [5, 6, 7, 8, 9], "block_size": 2, "instance_id": "A"}
+    with monkeypatch.context() as without:
+        without.setattr(prompts_module, "pair_chain", None)
+        assert service.posts["/expect"](json.dumps(body).encode()).status == 200
+    assert asked(service, [5, 6, 7, 8, 9], 2) == 2
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,10 @@ def _world(events: list[dict[str, Any]], kind: str, *, together: bool) -> Any:
             index.apply(source, batch.events, batch.rank, more=together)
     index.flush()
     held = {}
-    for (space, rank, group, node), holder in source.holders.items():
-        keys, counts = index.held_by(holder, 1 << 20)
+    for holder, keys, counts in index.held(1 << 20):
         assert len(keys) == holder.blocks
         if len(keys):
-            held[space, rank, group, node] = dict(zip(keys.tolist(), counts.tolist()))
+            held[holder.space, holder.rank, holder.group, holder.node] = dict(zip(keys.tolist(), counts.tolist()))
     return held, dict(source.ignored), source.blocks, source.waiting
 
 

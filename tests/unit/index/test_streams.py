@@ -379,9 +379,89 @@ def test_one_rank_does_not_speak_for_all() -> None:
     assert not stream.complete and stream.source.lost and _claims(index)[0] == 3
 
 
+def _told(rank: int, *events: Any) -> bytes:
+    return msgspec.msgpack.encode([0.0, list(events), rank])  # type: ignore[no-any-return]
+
+
+def _of_all_ranks() -> Stream:
+    index = Blocks()
+    return Stream(index, index.register(Registration("A", "m", block_size=1, rank=None)), replays=False)
+
+
+def test_a_publisher_of_all_ranks_is_healed_once_each_has_cleared() -> None:
+    """It stayed stale for ever: no clear of a publisher whose messages name their rank was enough."""
+    stream = _of_all_ranks()
+    _take(stream, (0, _told(0, stored(0))), (2, _told(0, stored(1))))
+    assert stream.source.lost and not stream.complete
+    _take(stream, (3, _told(0, CLEARED, stored(1))))
+    assert not stream.source.lost and stream.complete, "there is one rank"
+    _take(stream, (4, _told(1, stored(2))), (6, _told(1, stored(3))), (7, _told(1, CLEARED)))
+    assert stream.source.lost and not stream.complete, "rank 0 has not cleared"
+    _take(stream, (8, _told(1, stored(3))), (9, _told(0, CLEARED)))
+    assert stream.source.lost and not stream.complete, "what rank 1 has stored since was forgotten"
+    _take(stream, (10, _told(1, CLEARED, stored(3))))
+    assert not stream.source.lost and stream.complete
+
+
+@pytest.mark.parametrize("wrong", [{"type": "BlockMoved"}, {**stored(1), "token_ids": [1]}], ids=["odd", "tokens"])
+def test_what_was_missed_between_the_clears_of_two_ranks_is_not_known(wrong: Any) -> None:
+    stream = _of_all_ranks()
+    _take(stream, (0, _told(0, stored(0))), (1, _told(1, stored(1))), (3, _told(0, CLEARED)))
+    _take(stream, (4, _told(0, wrong)), (5, _told(1, CLEARED)))
+    assert stream.source.lost and not stream.complete
+    _take(stream, (6, _told(0, CLEARED)))
+    assert not stream.source.lost and stream.complete
+
+
+def test_a_rank_whose_blocks_only_wait_is_forgotten_with_the_others() -> None:
+    stream = _of_all_ranks()
+    _take(stream, (0, _told(0, stored(0))), (1, _told(1, stored(1, 1))), (2, _told(0, CLEARED)))
+    assert not stream.complete and not stream.source.waiting
+
+
+NO_TOKENS = {"type": "BlockStored", "block_hashes": [9], "parent_block_hash": None, "token_ids": [], "block_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        ({**stored(0), "block_size": 2}, "not the tokens of all blocks"),
+        ({**stored(1, 0, 1), "block_size": 2, "token_ids": [1, 2], "parent_block_hash": 1}, "another size"),
+        ({**NO_TOKENS, "medium": "CPU"}, "unknown blocks without tokens"),
+    ],
+    ids=["tokens", "size", "unknown"],
+)
+def test_blocks_that_cannot_count_end_that_all_is_known(event: dict[str, Any], why: str) -> None:
+    _, stream = _stream(replays=False)
+    _take(stream, (0, packed(stored(0))))
+    assert stream.complete
+    _take(stream, (1, packed(event)))
+    assert not stream.complete and not stream.source.lost
+    assert [reason for reason in stream.source.ignored if why in reason]
+    _take(stream, (2, packed(CLEARED)))
+    assert stream.complete
+    _take(stream, (3, packed(CLEARED, stored(0), event)))
+    assert not stream.complete
+    _take(stream, (4, packed(event, CLEARED, stored(0))))
+    assert stream.complete
+
+
+def test_what_cannot_be_read_is_not_asked_for_again() -> None:
+    """A replay has it as it was. So a publisher that did not answer at first was asked 15 times more, for nothing."""
+    _, stream = _stream()
+    stream.connected()
+    stream.replay_failed()
+    _take(stream, (0, packed(stored(0))))
+    assert stream.complete and stream.retry() is None
+    _take(stream, (1, packed(WRONG)))
+    assert not stream.complete and stream.retry() is None
+    _take(stream, (2, b"?"))  # of this one nobody can say what it removed
+    assert stream.source.lost and stream.retry() == 0
+
+
 def test_a_long_message_is_applied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others ask in between, and what they are told is what was so at that moment."""
-    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    monkeypatch.setattr(streams_module, "_SLICE", 6)
     index, stream = _stream(replays=False)
     seen = []
     monkeypatch.setattr(streams_module.time, "sleep", lambda _: seen.append(_claims(index)[:3]))

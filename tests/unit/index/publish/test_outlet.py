@@ -90,10 +90,8 @@ class Index:
 
     def names(self) -> set[int]:
         with self.blocks.lock:
-            found: set[int] = set()
-            for holder in list(self.source.holders.values()):
-                found |= set(self.blocks.held_by(holder, 1 << 30)[0].tolist())
-            return found
+            held = self.blocks.held(1 << 30)
+            return {key for holder, keys, _ in held if holder.source is self.source for key in keys.tolist()}
 
     def complete(self) -> bool:
         stream = self.stream

@@ -1,0 +1,182 @@
+"""Long messages and long events are applied in slices: others ask in between, and the end is as without them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+
+from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index import streams as streams_module  # noqa: E402
+from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.events import Cleared, Removed, Stored, decode, slices  # noqa: E402
+from simm.index.keys import request_keys  # noqa: E402
+from simm.index.scores import score  # noqa: E402
+from simm.index.sources import Registration, Space  # noqa: E402
+from simm.index.streams import Stream  # noqa: E402
+from tests.support.dose import dosed  # noqa: E402
+
+TOKENS = list(range(500, 520))
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def packed(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([0.0, list(events), 0])  # type: ignore[no-any-return]
+
+
+def stored(names: list[int], tokens: list[int], parent: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": tokens,
+            "block_size": len(tokens) // len(names) or None, "medium": "GPU", **more}  # fmt: skip
+
+
+def removed(names: list[int]) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}
+
+
+def world(kind: str = "sglang") -> tuple[Blocks, Stream]:
+    index = Blocks()
+    return index, Stream(index, index.register(Registration("A", "m", kind, block_size=1)), replays=False)
+
+
+def claim(index: Blocks) -> int:
+    match = score(index, Space("m", "", "default", "", 1), request_keys(TOKENS, 1)).matches.get("A")
+    return match.blocks if match else 0
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_one_long_event_lets_others_ask_in_between(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event of 400,000 pages of a token held up all questions for the better part of a second."""
+    monkeypatch.setattr(streams_module, "_SLICE", 4)
+    seen: list[int] = []
+    index, stream = world(kind)
+    monkeypatch.setattr(streams_module.time, "sleep", lambda _: seen.append(claim(index)))
+    names = list(range(1, 11))
+    stream.message(0, packed(stored(names, TOKENS[:10])))
+    assert seen == [4, 8] and claim(index) == 10
+    seen.clear()
+    stream.message(1, packed(stored(list(range(11, 21)), TOKENS[10:], 10)))
+    assert seen == [14, 18] and claim(index) == 20
+    seen.clear()
+    stream.message(2, packed(removed(list(range(20, 0, -1)))))
+    assert seen == [16, 12, 8, 4] and claim(index) == 0
+    assert stream.complete and not stream.source.ignored and not stream.source.blocks
+
+
+def test_a_slice_has_no_more_blocks_than_it_may() -> None:
+    dice = random.Random(1)
+    events = []
+    for _ in range(300):
+        names = list(range(dice.randrange(1, 12)))
+        pick = dice.randrange(4)
+        events.append(stored(names, [1] * len(names)) if pick > 1 else CLEARED if pick else removed(names))
+    batch = decode(packed(*events))
+    found = slices(batch.events, 5)
+    counts = [[1 if isinstance(each, Cleared) else len(each.hashes) for each in part] for part in found]
+    assert all(0 < sum(each) <= 5 for each in counts)
+    assert sum(map(sum, counts)) == sum(len(each.get("block_hashes", "1")) for each in events)
+    assert any(len(part) > 2 for part in found), "short ones are together"
+    assert slices(batch.events, 1 << 20) == [batch.events] and slices([], 5) == []
+
+
+def test_an_event_without_the_tokens_of_all_blocks_is_left_whole() -> None:
+    (event,) = decode(packed(stored(list(range(9)), [1] * 9, block_size=2))).events
+    assert slices([event], 4) == [[event]]
+    (event,) = decode(packed(stored(list(range(9)), [1] * 18, block_size=None))).events
+    parts = slices([event], 4, block_size=2)
+    assert [len(each.hashes) for (each,) in parts if isinstance(each, Stored)] == [4, 4, 1]
+    assert slices([event], 4) == [[event]]
+
+
+def test_parts_have_what_belongs_to_their_blocks() -> None:
+    pairs = [[at, at + 1] for at in range(10)]
+    (event,) = decode(packed(stored([1, 2, 3, 4, 5], pairs, 77))).events  # type: ignore[arg-type]
+    assert isinstance(event, Stored) and event.tokens is not None
+    parts = [each for (each,) in slices([event], 2) if isinstance(each, Stored)]
+    assert [(list(each.hashes), each.parent, each.rest, each.rooted, each.pairs) for each in parts] == [
+        ([1, 2], 77, False, False, True), ([3, 4], 2, True, False, True), ([5], 4, True, False, True),
+    ]  # fmt: skip
+    assert b"".join(bytes(each.tokens or b"") for each in parts) == bytes(event.tokens)
+    assert sum((each.extras for each in parts), ()) == event.extras
+    gone = Removed(event.hashes, event.where)
+    assert [list(each.hashes) for (each,) in slices([gone], 2) if isinstance(each, Removed)] == [[1, 2], [3, 4], [5]]
+
+
+@pytest.mark.parametrize("gathered", [1, 4096])
+@pytest.mark.parametrize("most", [2, 1 << 20], ids=["in parts", "whole"])
+def test_a_long_report_of_what_is_there_leaves_no_copies(
+    most: int, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reports without a parent what a request has found. A part of that has a parent, and is no copy either."""
+    monkeypatch.setattr(streams_module, "_SLICE", most)
+    monkeypatch.setattr(blocks_module, "_GATHERED", gathered)
+    index, stream = world("vllm")
+    names = list(range(1, 8))
+    stream.message(0, packed(stored(names, TOKENS[:7])))
+    stream.message(1, packed(stored(names, TOKENS[:7])))
+    stream.message(2, packed(removed(names)))
+    assert claim(index) == 0 and not stream.source.blocks
+    stream.message(3, packed(stored([1], TOKENS[:1])))
+    for number in (4, 5):
+        stream.message(number, packed(stored(names[1:], TOKENS[1:7], 1)))
+    stream.message(6, packed(removed(names[1:])))
+    assert claim(index) == 7, "two copies, of which one has gone"
+
+
+def test_a_name_that_comes_twice_without_tokens_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    index, stream = world("vllm")
+    stream.message(0, packed(stored([1, 2, 3], TOKENS[:3])))
+    again = stored([1, 2, 3], TOKENS[:3]) | {"block_hashes": [1, 2, 3, 1, 2], "token_ids": [], "medium": "CPU"}
+    stream.message(1, packed(again))
+    stream.message(2, packed(removed([1, 2, 3]), removed([1, 2, 3]) | {"medium": "CPU"}))
+    assert claim(index) == 0 and not stream.source.blocks
+
+
+def _random(dice: random.Random) -> list[dict[str, Any]]:
+    """Prompts that share their beginnings, in events of many blocks, with what goes of them, and comes once more.
+
+    No block waits for its parent: if it goes meanwhile, those behind it in its part wait on.
+    """
+    begin = [dice.randrange(9) for _ in range(8)]
+    prompts = [begin + [dice.randrange(9) for _ in range(16)] for _ in range(4)]
+    events: list[dict[str, Any]] = []
+    there: set[int] = set()
+    for _ in range(dice.randrange(4, 40)):
+        prompt = dice.choice(prompts)
+        image = dice.choice((None, "image"))
+        names = [hash((*prompt[: at + 1], len(image or ""))) & (1 << 62) - 1 for at in range(24)]
+        have = next((at for at, name in enumerate(names) if name not in there), 24)
+        start = min(dice.choice((0, have, dice.randrange(24))), have, 23)
+        stop = dice.randrange(start + 1, 25)
+        if dice.random() < 0.4:
+            events.append(removed(names[start:]))
+            there -= set(names[start:])
+            continue
+        there |= set(names[start:stop])
+        extra = {"extra_keys": [[["image", 7]]] * (stop - start)} if image else {}
+        events.append(stored(names[start:stop], prompt[start:stop], names[start - 1] if start else None, **extra))
+    return events
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_slices_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(kind)
+    most_held = 0
+    for _ in range(dosed(30, quick=8)):
+        events = _random(dice)
+        found = []
+        for most in (1, 3, 7, 1 << 20):
+            monkeypatch.setattr(streams_module, "_SLICE", most)
+            index, stream = world(kind)
+            for number, at in enumerate(range(0, len(events), 5)):
+                stream.message(number, packed(*events[at : at + 5]))
+            held = [(holder.space, sorted(zip(keys.tolist(), counts.tolist()))) for holder, keys, counts
+                    in index.held(1 << 20)]  # fmt: skip
+            found.append((held, stream.source.blocks, stream.source.waiting, stream.complete))
+        assert found.count(found[-1]) == len(found)
+        most_held = max(most_held, found[-1][1])
+    assert most_held > 20
