@@ -162,6 +162,13 @@ class QueuePair(Protocol):
         """Destroy this end; see the promises."""
 
 
+class Neighbours(Protocol):
+    """The addresses on our networks that this host knows, at one time."""
+
+    def known(self, address: str, netdev: str) -> bool | None:
+        """Return whether its hardware address is known at this network device; None if there is no entry. O(1)."""
+
+
 class Rail(Protocol):
     """One port of an open device."""
 
@@ -180,10 +187,10 @@ class Rail(Protocol):
         The region's ``address`` names them in operations. The caller may close the descriptor at once.
         """
 
-    def reaches(self, gid: bytes, *, ask: bool = False) -> bool:
+    def reaches(self, gid: bytes, *, neighbours: Neighbours | None = None) -> bool:
         """Return False while nobody answers for a peer's address, so that connecting to it would wait. Never waits.
 
-        With ``ask`` the network is asked, once; look again without.
+        The network is asked. To look again for an address that gave False, pass ``neighbours``: nobody is asked then.
         """
 
     def queue_pair(self) -> QueuePair:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from ..errors import UsageError
-from .api import Access, Binding, FabricError, Limits, Window
-from .ports import arp_known, memlock_bytes
+from .api import Access, Binding, FabricError, Limits, Neighbours, Window
+from .ports import arp_answered, arp_asked, memlock_bytes
 from .work_requests import MW_TYPE_2, Library, Stack, dmabuf_mr
 
 _NO_DMABUF: Final = ": the device's driver takes none (mlx5's does from kernel 5.12 on)"
@@ -49,9 +49,13 @@ class Domain:
     regions: set[VerbsRegion]
     windows: set[VerbsWindow]
 
-    def reaches(self, gid: bytes, *, ask: bool = False) -> bool:
+    def reaches(self, gid: bytes, *, neighbours: Neighbours | None = None) -> bool:
         """See :class:`simm.rdma.api.Rail`."""
-        return not self.ethernet or arp_known(gid, self.gid, self.netdev, ask=ask)
+        if not self.ethernet:
+            return True
+        if neighbours is None:
+            return arp_asked(gid, self.gid, self.netdev)
+        return arp_answered(gid, neighbours, self.netdev)
 
 
 class WindowUser(Protocol):

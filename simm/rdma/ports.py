@@ -16,6 +16,7 @@ Read from sysfs alone, so it works without pyverbs and on a fake tree (``sys_roo
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import re
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
-from .api import Absence
+from .api import Absence, Neighbours
 
 #: The variable by which engines restrict the devices (KV API), and that of SiMM's own setting.
 DEVICES_ENV: Final = "SICL_NET_DEVICES"
@@ -48,6 +49,9 @@ _ARP_POLL_S: Final = 0.002
 _ROCE_PORT: Final = 4791
 #: Flag of a complete ARP entry (if_arp.h).
 _ARP_COMPLETE: Final = 2
+#: The option by which sendto() reports a full table (linux/in.h), and the errors of that, and of no descriptor.
+_IP_RECVERR: Final = 11
+_NO_ROOM: Final = frozenset((errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN))
 
 
 @dataclass(frozen=True)
@@ -360,53 +364,75 @@ def arp_resolves(
         netdev: network device of the local port, the only one whose ARP entries count; empty for any.
     """
     until = time.monotonic() + timeout_s
-    known = arp_known(gid, own, netdev, ask=True, sys_root=sys_root)
+    known = arp_asked(gid, own, netdev, sys_root=sys_root)
     while not known and time.monotonic() < until:
         time.sleep(_ARP_POLL_S)
-        known = arp_known(gid, own, netdev, sys_root=sys_root)
+        known = arp_answered(gid, ArpTable(sys_root), netdev)
     return known
 
 
-def arp_known(gid: bytes, own: bytes = b"", netdev: str = "", *, ask: bool = False, sys_root: str = "/") -> bool:
-    """Return what :func:`arp_resolves` does, as far as is known now: it never waits. O(entries of the kernel's table).
+def arp_asked(gid: bytes, own: bytes = b"", netdev: str = "", *, sys_root: str = "/") -> bool:
+    """Return what :func:`arp_resolves` does, as far as is known now; let the kernel ask for an unknown address.
 
-    With ``ask`` the kernel asks for an address that it does not know; look again without.
+    It never waits; look again with :func:`arp_answered` after False. O(entries of the kernel's table).
     """
     address = ipaddress.IPv6Address(gid).ipv4_mapped
     if address is None:
         return True
-    table, text = Path(sys_root) / "proc/net/arp", str(address)
-    known = _arp_known(table, text, netdev)
-    if ask and not known:
-        _send_probe(text, own, netdev)
-        known = _arp_known(table, text, netdev)
-    return known is not False
+    text = str(address)
+    if ArpTable(sys_root).known(text, netdev):
+        return True
+    # One that the kernel had no room to ask for has no entry either, and is not reached for that.
+    return _send_probe(text, own, netdev) and ArpTable(sys_root).known(text, netdev) is not False
 
 
-def _send_probe(address: str, own: bytes, netdev: str) -> None:
-    """Send the datagram that makes the kernel send an ARP request."""
-    source = ipaddress.IPv6Address(own).ipv4_mapped if own else None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        if netdev:
-            with contextlib.suppress(OSError):  # kernels before 5.7 require CAP_NET_RAW
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, netdev.encode())
+def arp_answered(gid: bytes, table: Neighbours, netdev: str) -> bool:
+    """Return whether the address, for which :func:`arp_asked` has returned False, is known by now. O(1).
+
+    It was to be asked for, so if the table has no entry, that was removed or never made.
+    """
+    address = ipaddress.IPv6Address(gid).ipv4_mapped
+    return address is None or table.known(str(address), netdev) is True
+
+
+class ArpTable:
+    """The kernel's ARP table as it is when this is made; empty if it cannot be read. O(entries), O(1) a look-up."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self, sys_root: str = "/") -> None:
+        #: By address and device, and by address alone.
+        self._known: dict[tuple[str, str], bool] = {}
         try:
+            lines = (Path(sys_root) / "proc/net/arp").read_text().splitlines()[1:]
+        except OSError:
+            return
+        for line in lines:
+            fields = line.split()
+            if len(fields) >= 6:
+                complete = bool(int(fields[2], 16) & _ARP_COMPLETE)
+                for device in (fields[5], ""):
+                    key = fields[0], device
+                    self._known[key] = complete or self._known.get(key, False)
+
+    def known(self, address: str, netdev: str) -> bool | None:
+        """Return whether the hardware address is known; None if there is no entry, as for one not directly attached."""
+        return self._known.get((address, netdev))
+
+
+def _send_probe(address: str, own: bytes, netdev: str) -> bool:
+    """Send the datagram that makes the kernel send an ARP request; return False if there is no room for that now."""
+    source = ipaddress.IPv6Address(own).ipv4_mapped if own else None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            if netdev:
+                with contextlib.suppress(OSError):  # kernels before 5.7 require CAP_NET_RAW
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, netdev.encode())
+            with contextlib.suppress(OSError):  # else a full table of neighbours is no error
+                sock.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
             if source is not None:
                 sock.bind((str(source), 0))
             sock.sendto(b"", socket.MSG_DONTWAIT, (address, _ROCE_PORT))
-        except OSError:
-            pass  # no route: the device reports it better
-
-
-def _arp_known(table: Path, address: str, netdev: str) -> bool | None:
-    """Return whether the hardware address is known; None if the kernel has no entry, so it is not directly attached."""
-    try:
-        lines = table.read_text().splitlines()[1:]
-    except OSError:
-        return None
-    found: bool | None = None
-    for line in lines:
-        fields = line.split()
-        if len(fields) >= 6 and fields[0] == address and netdev in ("", fields[5]):
-            found = bool(found) or bool(int(fields[2], 16) & _ARP_COMPLETE)
-    return found
+    except OSError as exc:
+        return exc.errno not in _NO_ROOM  # no route: the device reports it better
+    return True

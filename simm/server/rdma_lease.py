@@ -17,20 +17,19 @@ worker's successor does not reuse their chunks.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from ..errors import RemoteProtocolError
+from ..errors import CorruptionError, RemoteProtocolError
 from ..ipc.grant_pool import GrantTuple
 from ..ipc.session import WorkerSession
 from ..net.loop import Loop
 from ..net.peer import Peer
 from ..rdma.api import FabricError, QueuePair, QueuePairAddress, Rail
-from ..rdma.ports import ARP_ANSWER_S, gid_text
+from ..rdma.ports import ARP_ANSWER_S, ArpTable, gid_text
 from ..wire.auth import Gate
 from ..wire.messages import Status
 from ..wire.rdma_messages import RdmaConnect, RdmaConnected
@@ -40,9 +39,10 @@ log = logging.getLogger("simm.server.rdma_endpoint")
 
 #: Queue pairs that a lease may ask for in its life: rail pairs, and pairs that were tried in vain.
 QUEUE_PAIRS_MAX: Final = 64
-#: Looks at whether somebody answers for a client's address: seconds between two, and addresses in one.
+#: Looks at whether somebody answers for clients' addresses: seconds between two, and addresses that are asked for at a
+#: time. A lease asks for one at a time; others wait for their turn.
 LOOK_S: Final = 0.01
-LOOKS_MAX: Final = 32
+ASKED_MAX: Final = 64
 #: An address that nobody answered for is not waited for again so soon, seconds; and how many of them are remembered.
 SILENT_S: Final = 5.0
 SILENT_MAX: Final = 4096
@@ -72,61 +72,112 @@ class _Asked:
     def __init__(self, rail: Rail, until: float) -> None:
         self.rail = rail
         self.until = until
-        self.thens: list[Callable[[bool], None]] = []
+        self.thens: list[tuple[RdmaLease, Callable[[bool], None]]] = []
 
 
 class Neighbours:
     """Finds out whether anybody answers for clients' addresses. For the loop's thread, which goes on meanwhile.
 
-    Connecting a queue pair would wait for that, and all other clients with it.
+    Connecting a queue pair would wait for that, and all other clients with it. A fault while looking counts as no
+    answer: nothing is raised here, as the endpoint would end.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        #: By the rail's name and the GID; those that were looked at last are the last.
+        #: By the rail's name and the GID.
         self._asked: dict[tuple[str, bytes], _Asked] = {}
-        #: Until when nobody waits again for these.
+        #: Those for which there is no room in these yet.
+        self._later: deque[tuple[RdmaLease, Rail, bytes, Callable[[bool], None]]] = deque()
+        #: Until when nobody waits again for these; the oldest first.
         self._silent: dict[tuple[str, bytes], float] = {}
+        #: Whether a look is due.
+        self._looking = False
 
-    def reach(self, rail: Rail, gid: bytes, then: Callable[[bool], None]) -> None:
-        """Call ``then`` with whether somebody answers for this GID: at once if that is known, else soon."""
+    def reach(self, lease: RdmaLease, rail: Rail, gid: bytes, then: Callable[[bool], None]) -> None:
+        """Call ``then`` with whether somebody answers for this GID: at once if that is known, else soon.
+
+        If the lease is closed by then, it is not called.
+        """
         key = rail.name, gid
-        if rail.reaches(gid, ask=True):
+        if key in self._asked:
+            self._asked[key].thens.append((lease, then))
+            return
+        if self._later or len(self._asked) >= ASKED_MAX:
+            if self._reaches(rail, gid, ArpTable()):  # which has to wait for nobody
+                then(True)
+            elif self._loop.clock() < self._silent.get(key, 0.0):
+                then(False)
+            else:
+                self._later.append((lease, rail, gid, then))
+            return
+        self._ask(lease, rail, gid, then)
+
+    def _ask(self, lease: RdmaLease, rail: Rail, gid: bytes, then: Callable[[bool], None]) -> None:
+        key = rail.name, gid
+        found = self._reaches(rail, gid)
+        if found:
             self._silent.pop(key, None)
             then(True)
             return
         now = self._loop.clock()
-        if now < self._silent.get(key, 0.0):
+        if found is None or now < self._silent.get(key, 0.0):
             then(False)
             return
-        if not self._asked:
+        asked = self._asked.setdefault(key, _Asked(rail, now + ARP_ANSWER_S))
+        asked.thens.append((lease, then))
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        if not self._looking:
+            self._looking = True
             self._loop.call_later(LOOK_S, self._look)
-        if key not in self._asked:
-            self._asked[key] = _Asked(rail, now + ARP_ANSWER_S)
-        self._asked[key].thens.append(then)
+
+    def _reaches(self, rail: Rail, gid: bytes, table: ArpTable | None = None) -> bool | None:
+        """Return whether somebody answers; None after a fault."""
+        try:
+            return rail.reaches(gid, neighbours=table)
+        except Exception:
+            log.exception("asking for %s", gid_text(gid))
+            return None
 
     def _look(self) -> None:
+        self._looking = False
         now = self._loop.clock()
-        for key in list(itertools.islice(self._asked, LOOKS_MAX)):
-            asked = self._asked.pop(key)
-            found = asked.rail.reaches(key[1])
-            if not found and now < asked.until:
-                self._asked[key] = asked
+        table: ArpTable | None = None
+        for key, asked in list(self._asked.items()):
+            asked.thens = [(lease, then) for lease, then in asked.thens if not lease.closed]
+            if not asked.thens:
+                del self._asked[key]
                 continue
-            if not found:
+            if table is None:
+                table = ArpTable()
+            found = self._reaches(asked.rail, key[1], table)
+            if found is False and now < asked.until:
+                continue
+            del self._asked[key]
+            if found is False:
+                self._silent.pop(key, None)
                 if len(self._silent) >= SILENT_MAX:
-                    self._silent.clear()
+                    del self._silent[next(iter(self._silent))]
                 self._silent[key] = now + SILENT_S
-            for then in asked.thens:
-                self._loop.call_later(0.0, partial(then, found))
-        if self._asked:
-            self._loop.call_later(LOOK_S, self._look)
+            for _, then in asked.thens:
+                self._loop.call_later(0.0, partial(then, bool(found)))
+        # Each of these may call what adds more, so no more are taken in one turn than there are now.
+        for _ in range(len(self._later)):
+            if len(self._asked) >= ASKED_MAX:
+                break
+            lease, rail, gid, then = self._later.popleft()
+            if not lease.closed:
+                self._ask(lease, rail, gid, then)
+        if self._asked or self._later:
+            self._look_soon()
 
 
 class Connects:
     """Handles the RDMA_CONNECTs of all leases, each lease's one after the other. For the loop's thread."""
 
     def __init__(self, loop: Loop, devices: Devices) -> None:
+        self._loop = loop
         self._devices = devices
         self._neighbours = Neighbours(loop)
 
@@ -145,20 +196,28 @@ class Connects:
     def _next(self, lease: RdmaLease) -> None:
         if lease.connects and not lease.closed:
             _, rail, _, msg = lease.connects[0]
-            self._neighbours.reach(rail, msg.gid, partial(self._reached, lease))
+            self._neighbours.reach(lease, rail, msg.gid, partial(self._reached, lease))
 
     def _reached(self, lease: RdmaLease, found: bool) -> None:
+        """Answer the first of a lease's messages. In a timer of a loop that its faults would end: see on_frame()."""
         if lease.closed:
             return
         peer, rail, request_id, msg = lease.connects.popleft()
         try:
-            if not found:
-                raise FabricError(f"{rail.name}: nobody answers for {gid_text(msg.gid)}")
-            peer.send_message(self._link(lease, rail, msg), request_id)
-        except FabricError as exc:
-            log.warning("%s: no queue pair on %s: %s", peer.address, rail.name, exc)
-            peer.send_error(request_id, Status.UNAVAILABLE, str(exc))
-        self._next(lease)
+            try:
+                if not found:
+                    raise FabricError(f"{rail.name}: nobody answers for {gid_text(msg.gid)}")
+                peer.send_message(self._link(lease, rail, msg), request_id)
+            except FabricError as exc:
+                log.warning("%s: no queue pair on %s: %s", peer.address, rail.name, exc)
+                peer.send_error(request_id, Status.UNAVAILABLE, str(exc))
+            self._next(lease)
+        except CorruptionError:
+            raise
+        except Exception:
+            log.exception("serving %s failed", peer.address)
+            self._loop.handler_errors += 1
+            peer.close("internal error")
 
     def _link(self, lease: RdmaLease, rail: Rail, msg: RdmaConnect) -> RdmaConnected:
         """Make a queue pair and connect it. Raises FabricError."""

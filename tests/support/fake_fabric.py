@@ -49,6 +49,7 @@ from simm.rdma.api import (
     Access,
     FabricError,
     Limits,
+    Neighbours,
     Op,
     Rail,
     Region,
@@ -108,7 +109,7 @@ class FakeRail:
             region.device = start
             return region
 
-    def reaches(self, gid: bytes, *, ask: bool = False) -> bool:
+    def reaches(self, gid: bytes, *, neighbours: Neighbours | None = None) -> bool:
         return gid not in self.network.silent
 
     def queue_pair(self) -> FakeQueuePair:
