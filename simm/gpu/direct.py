@@ -163,7 +163,7 @@ class Keys:
         #: What is added to a GPU's address for operations.
         self.shift = 0
 
-    def lkey(self, rail: Rail) -> int:
+    def lkey(self, rail: Rail, *, again: bool = False) -> int:
         """Return the local key. Raises FabricError, never returns None, which would mean a copy by the CPU."""
         key = self._keys.get(id(rail))
         return key if key is not None else self._add(rail)

@@ -1,4 +1,4 @@
-"""Threads for what may take long: a heartbeat beside one long call, and the closing of descriptors.
+"""Threads for what may take long: a heartbeat beside one long call, and the closing of descriptors. And how to wait.
 
 A descriptor that came from another process is closed in a thread of its own. How long ``close`` takes is for the other
 process to choose. A TCP socket with SO_LINGER waits for its peer, and a file in user space (FUSE) for the program that
@@ -56,6 +56,58 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
         ended.set()
         if thread.ident is not None:  # it was started
             thread.join()
+
+
+class Waiters:
+    """Threads that wait for what a plain lock guards to change. Any thread may call it.
+
+    A ``threading.Condition`` gives the lock back and takes it again in Python functions. What a signal's handler raises
+    there leaves the lock taken for good, or makes the ``with`` statement release it while another thread has it. Here
+    nobody waits within a ``with``: each waits for a lock of its own, and takes the shared one by another ``with``.
+    """
+
+    __slots__ = ("_lock", "_waiting")
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        #: A taken lock for each thread that waits. What an interrupted wait has left goes with the next wake-up.
+        self._waiting: list[threading.Lock] = []
+
+    def __bool__(self) -> bool:
+        """Return whether somebody may be waiting."""
+        return bool(self._waiting)
+
+    def notify_all(self) -> None:
+        """Wake all who wait. The lock is held. A call that was interrupted is to be made again, which is harmless.
+
+        All, as the one to be woken could be one that does not look any more.
+        """
+        waiting = self._waiting
+        while waiting:
+            if waiting[-1].locked():
+                waiting[-1].release()
+            del waiting[-1]
+
+    def wait_for(self, met: Callable[[], bool], until: float, *, late: bool = True) -> bool:
+        """Wait until ``met`` returns True, until ``until`` (monotonic seconds); return whether it has.
+
+        The lock is not held, but is during each call of ``met``. The first call is made whatever the time is. Without
+        ``late`` none is made when a wait has ended too late. Raises what ``met`` raises.
+        """
+        mine: threading.Lock | None = None
+        while True:
+            with self._lock:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                left = until - time.monotonic()
+                if (mine is None or late or left > 0) and met():
+                    return True
+                if left <= 0:
+                    return False
+                mine = threading.Lock()
+                mine.acquire()
+                self._waiting.append(mine)
+            mine.acquire(True, min(left, threading.TIMEOUT_MAX))
 
 
 class Closer:

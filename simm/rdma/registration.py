@@ -70,29 +70,40 @@ class Registration:
     def __repr__(self) -> str:
         return f"<Registration {self.address:#x}, {self.size} bytes, {len(self._regions)} rails>"
 
-    def lkey(self, rail: Rail) -> int | None:
+    def lkey(self, rail: Rail, *, again: bool = False) -> int | None:
         """Return the local key for this rail, registered at the first call; None if that fails.
 
-        That call takes milliseconds a MiB. After a failure the first call after a pause (AGAIN_S) tries it again.
+        That call takes milliseconds a MiB. After a failure the first call with ``again`` after a pause (AGAIN_S) tries
+        it once more; all others return None at once.
         """
         known = self._regions.get(id(rail))
         if known is not None:
             return known[1].lkey
-        return self._register(rail)
+        # The lock is held for as long as registering takes: nobody waits for another thread's further try.
+        if id(rail) in self._failed and (self._lock.locked() or not self._due(rail, again)):
+            return None
+        return self._register(rail, again)
 
-    def _register(self, rail: Rail) -> int | None:
+    def _due(self, rail: Rail, again: bool) -> bool:
+        """Return whether to try: for the first time, or again."""
+        failed = self._failed.get(id(rail))
+        return failed is None or (again and self.tries_again and time.monotonic() >= failed[0])
+
+    def _register(self, rail: Rail, again: bool) -> int | None:
         close_dropped()
         with self._lock:
             known = self._regions.get(id(rail))
             if known is not None:
                 return known[1].lkey
             failed = self._failed.get(id(rail))
-            if self.closed or (failed is not None and not (self.tries_again and time.monotonic() >= failed[0])):
+            if self.closed or not self._due(rail, again):
                 return None
+            pause_s = AGAIN_S[0] if failed is None else min(2 * failed[1], AGAIN_S[1])
+            if failed is not None:  # before it is tried, so that no other thread finds it due and waits for this one
+                self._failed[id(rail)] = time.monotonic() + pause_s, pause_s
             try:
                 region = self._made(rail)
             except FabricError as exc:
-                pause_s = AGAIN_S[0] if failed is None else min(2 * failed[1], AGAIN_S[1])
                 self._failed[id(rail)] = time.monotonic() + pause_s, pause_s
                 if failed is None:
                     self._complain(rail, exc)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -29,6 +28,7 @@ from typing import Final
 from ..errors import DeadlineError, TransportError
 from ..host import fork
 from ..host.buffers import address_of
+from ..host.threads import Waiters
 from .registration import Registration
 
 POOL_BYTES: Final = 64 << 20
@@ -99,8 +99,7 @@ class StagingPool:
     def __init__(self, limit_bytes: int = POOL_BYTES) -> None:
         self._limit = max(1, limit_bytes // BLOCK_BYTES)
         self._lock = threading.Lock()
-        #: To wait and to notify; the lock itself is taken, see ``sdk/path.py``.
-        self._changed = threading.Condition(self._lock)
+        self._changed = Waiters(self._lock)
         #: The last ones are taken first.
         self._free: list[StagingBuffer] = []
         #: Memory of blocks.
@@ -121,12 +120,8 @@ class StagingPool:
         if there is no memory left.
         """
         taken = [] if taken is None else taken
-        with self._lock:
-            while not self._take_locked(wanted, taken):
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise DeadlineError("deadline passed while waiting for a staging buffer")
-                self._changed.wait(left)
+        if not self._changed.wait_for(lambda: self._take_locked(wanted, taken), until, late=False):
+            raise DeadlineError("deadline passed while waiting for a staging buffer")
         return taken
 
     def take_free(self, wanted: int, taken: list[StagingBuffer]) -> None:
@@ -162,6 +157,9 @@ class StagingPool:
         If only some are ``fit`` for use, the others are taken last from now on.
         """
         if not taken:
+            if self._changed:  # the call before may have been interrupted before it told them
+                with self._lock:
+                    self._changed.notify_all()
             return
         good = taken if fit is None else [block for block in taken if block in fit]
         bad = [] if fit is None else [block for block in taken if block not in fit]
@@ -169,7 +167,7 @@ class StagingPool:
             if taken:
                 self._free[:] = bad + self._free + good
                 taken[:] = ()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     # -- whole buffers --------------------------------------------------------------------------------
 
@@ -222,7 +220,7 @@ class StagingPool:
     def forget(self) -> None:
         """Give up all buffers in a forked child: their memory is not there."""
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Waiters(self._lock)
         self._free, self._memory, self._idle = [], [], []
         self._made = 0
 

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..arena.layout import State
 from ..config.client_options import ClientOptions
 from ..host import fork
+from ..host.threads import Waiters
 from ..ipc.tally import Tallies
 from ..net.channel import BACKOFF_S, Backoff
 
@@ -85,9 +86,8 @@ class Path:
         self.connecting = False
         #: Guards the state and the pool; never held during I/O.
         self._lock = threading.Lock()
-        #: To wait and to notify. Take the lock itself: a condition's ``__enter__`` is a Python function, and what a
-        #: signal's handler raises there would leave the lock taken for good.
-        self._changed = threading.Condition(self._lock)
+        #: Those who wait for a change of them.
+        self._changed = Waiters(self._lock)
         self._idle: list[Any] = []
         fork.in_child(self._after_fork)
 
@@ -174,8 +174,7 @@ class Path:
     def gone(self, until: float) -> bool:
         """Close the path; return whether it is over. Waits for calls until ``until``, monotonic seconds."""
         self.close()
-        with self._lock:
-            return self._changed.wait_for(lambda: not self._in_use(), max(0.0, until - time.monotonic()))
+        return self._changed.wait_for(lambda: not self._in_use(), until)
 
     def _after_fork(self) -> None:
         """Close the path in the child of a fork. Takes no lock; each channel closes its copy of a socket."""

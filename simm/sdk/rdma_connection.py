@@ -135,6 +135,8 @@ class RdmaConnection:
         self.era = 0
         self.links: list[PairedLink] = []
         self.pool: GrantPool[KeyedGrant] = GrantPool()
+        #: Staging memory that the rails of all links know, for as long as there are any.
+        self.staged: set[StagingMemory] = set()
         #: Where values of this arena lie; the path's, that all its connections share.
         self.locations = Locations(0)
         #: What a watcher has posted and not seen done: a ticket of the first wire, and since when.

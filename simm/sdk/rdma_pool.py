@@ -56,7 +56,7 @@ class Hold:
     __slots__ = ("connection", "counted")
 
     def __init__(self, connection: RdmaConnection | None = None) -> None:
-        #: None while there is none, or it is being made.
+        #: None while there is none, or it is being made, and when the path has it back.
         self.connection = connection
         #: Whether one of the path's CONNECTIONS_MAX is the caller's; changes together with the path's own count.
         self.counted = connection is not None
@@ -193,12 +193,8 @@ class RdmaPath(Path):
     def acquire(self, until: float, hold: Hold | None = None) -> RdmaConnection:
         """Return a connection for this thread: idle, new, or the next that is returned. Raises TransportError."""
         hold = Hold() if hold is None else hold
-        with self._lock:
-            while not self._reserve(hold):
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise DeadlineError("deadline passed while all connections were in use")
-                self._changed.wait(left)
+        if not self._changed.wait_for(lambda: self._reserve(hold), until, late=False):
+            raise DeadlineError("deadline passed while all connections were in use")
         return self._held(hold, until)
 
     def acquired(self, until: float, hold: Hold) -> Steps[RdmaConnection]:
@@ -260,7 +256,7 @@ class RdmaPath(Path):
             if hold.counted:
                 self._connections -= 1
                 hold.counted = False
-                self._changed.notify()
+            self._changed.notify_all()
             return not self._connections
 
     def release(self, connection: RdmaConnection) -> None:
@@ -274,22 +270,24 @@ class RdmaPath(Path):
             self._uncount(hold)
             return
         with self._lock:
-            if not hold.counted:
-                return
-            if self.down_reason is None and not connection.broken and connection.arena is self.arena:
+            whole = hold.counted and not connection.broken and connection.arena is self.arena
+            if whole and self.down_reason is None:
                 if self._asking and self._watched is None:
                     self._asking = False
                     self._watched = connection
-                    hold.counted = False
                 else:
                     self._idle += (connection,)
-                    hold.counted = False
-                    self._changed.notify()
+                hold.connection = None  # another call may have it from now on
+                hold.counted = False
+                self._changed.notify_all()
                 return
-            self._connections -= 1
-            hold.counted = False
-            self._changed.notify()
-        self._end(connection)
+        try:
+            self._end(connection)
+        except BaseException:
+            if not connection.links:  # else it had not begun: whoever holds it does this again
+                self._uncount(hold)
+            raise
+        self._uncount(hold)
 
     def lost(self, connection: RdmaConnection, reason: str) -> None:
         """Close a connection after a failure. When this returns, it touches no local memory any more.
@@ -301,7 +299,7 @@ class RdmaPath(Path):
     def lose(self, hold: Hold, reason: str) -> None:
         """Do :meth:`lost` with what is held. Twice is harmless, and ends what an interruption has left."""
         connection = hold.connection
-        if connection is None or not hold.counted:
+        if connection is None:
             self._uncount(hold)
             return
         try:

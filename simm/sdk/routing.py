@@ -37,6 +37,7 @@ from ..constants import NO_OWNER, SHARD_COUNT
 from ..errors import DeadlineError, PeerError, RemoteProtocolError, TransportError, UsageError
 from ..host import fork
 from ..host.company import COMPANY
+from ..host.threads import Waiters
 from ..ipc.patience import Patience
 from ..ipc.session import WorkerSession
 from ..ipc.steps import Steps
@@ -165,7 +166,7 @@ class Router:
         self._announce_by: float | None = float("inf")
         #: Guards the change to another map, and announces it.
         self._map_lock = threading.Lock()
-        self._map_changed = threading.Condition(self._map_lock)  # to wait and to notify, see ``Path``
+        self._map_changed = Waiters(self._map_lock)
         mine = weakref.ref(self)
 
         def on_map(msg: M.MapReply) -> bool:
@@ -245,10 +246,7 @@ class Router:
 
     def await_map(self, epoch: int, until: float) -> bool:
         """Wait for a map of another epoch, until ``until`` (monotonic seconds); return whether it came."""
-        with self._map_lock:
-            return self._map_changed.wait_for(
-                lambda: self.epoch != epoch or self._closed, max(0.0, until - time.monotonic())
-            )
+        return self._map_changed.wait_for(lambda: self.epoch != epoch or self._closed, until)
 
     def wake(self) -> None:
         """Run the background thread now."""

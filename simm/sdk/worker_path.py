@@ -144,11 +144,12 @@ class Target(Path):
         with self._lock:
             if self.state is PathState.NEW and not self.connecting:
                 self._start_locked()
-            patience_s = max(0.0, allowed(self._context.options.deadline_s))
-            if not self._changed.wait_for(lambda: self.state is not PathState.NEW, patience_s):
-                # The attempt goes on, and no operation waits for it.
-                self._out("deadline passed while connecting")
-                self._changed.notify_all()
+        until = time.monotonic() + allowed(self._context.options.deadline_s)
+        if not self._changed.wait_for(lambda: self.state is not PathState.NEW, until):
+            with self._lock:
+                if self.state is PathState.NEW:  # the attempt goes on, and no operation waits for it
+                    self._out("deadline passed while connecting")
+                    self._changed.notify_all()
         return self.path != "down"
 
     def arena(self) -> ArenaReader | None:

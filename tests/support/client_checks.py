@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_staging(pool: StagingPool) -> None:
     """No block is free twice, and there are not too many."""
-    with pool._changed:
+    with pool._lock:
         addresses = {block.address for block in pool._free}
         if len(addresses) != len(pool._free) or len(pool._free) > pool._made or pool._made > pool._limit:
             raise CorruptionError(f"{len(pool._free)} free blocks, {len(addresses)} different, {pool._made} made")

@@ -589,7 +589,7 @@ def test_trouble_with_one_server_does_not_keep_anothers_arena(monkeypatch: pytes
 def rdma_objects(client: Client) -> list[weakref.ref[Any]]:
     path = path_of(client)
     found: list[Any] = [path, path.arena]
-    with path._changed:
+    with path._lock:
         connections = path._idle + ([path._watched] if path._watched is not None else [])
     assert connections
     found += [thing for connection in connections for thing in (connection, connection.channel, connection.memory)]

@@ -34,7 +34,7 @@ class Paced(Path):
     def _attempt(self) -> None:
         self.attempts += 1
         self.go_on.wait(30.0)
-        with self._changed:
+        with self._lock:
             self.connecting = False
             if self.failure is None:
                 self._set_up()
@@ -85,7 +85,7 @@ def test_attempts_are_due_after_a_pause_that_doubles_and_starts_over(clock: list
     assert pauses[3] > 2 * pauses[0]
     path.attempt(None)
     assert not path.wants_connection(clock[0] + 1e6), "a path that is up needs none"
-    with path._changed:
+    with path._lock:
         path._set_down("lost")
     assert path.backoff.failures == 1
 
@@ -113,7 +113,7 @@ def test_without_a_thread_the_path_is_down(clock: list[float], monkeypatch: pyte
 
 def test_absent_is_not_tried_again(clock: list[float]) -> None:
     path = Paced(clock)
-    with path._changed:
+    with path._lock:
         path._set_down("no RDMA device", PathState.ABSENT)
         path._set_down("cannot connect")
     assert path.state is PathState.ABSENT
@@ -148,7 +148,7 @@ def test_close_ends_idle_connections_once(clock: list[float]) -> None:
 def test_a_forked_child_has_closed_paths_and_open_locks_do_not_matter(clock: list[float]) -> None:
     path = Paced(clock)
     path.attempt(None)
-    with path._changed:  # held by another thread of the parent
+    with path._lock:  # held by another thread of the parent
         path._after_fork()
     assert (path.state, path.down_reason) == (PathState.CLOSED, "forked")
 

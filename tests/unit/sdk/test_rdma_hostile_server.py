@@ -457,7 +457,7 @@ def test_pairs_that_do_not_work_are_tried_last(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(6):
             more = path.acquire(time.monotonic() + 5)
             assert sorted(link.rail.name for link in more.links) == ["c", "d"]
-            with path._changed:
+            with path._lock:
                 path._connections -= 1
             more.close()
         path.release(first)

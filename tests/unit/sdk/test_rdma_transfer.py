@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,19 +10,23 @@ from typing import Any
 import pytest
 
 from simm.config.client_options import ClientOptions
+from simm.errors import DeadlineError
 from simm.host.buffers import Span
+from simm.host.threads import Waiters
 from simm.ipc.steps import Steps, finish
 from simm.rdma.api import FabricError, Timeout
 from simm.rdma.registration import Registration
 from simm.rdma.staging import BLOCK_BYTES, StagingPool
 from simm.sdk import rdma_transfer
 from simm.sdk.path import ClientContext, ClientRdma, PathState
-from simm.sdk.rdma_pool import CONNECTIONS_MAX, RdmaPath
+from simm.sdk.rdma_pool import CONNECTIONS_MAX, Hold, RdmaPath
 from simm.sdk.rdma_transfer import SHARE, STAGING_BLOCKS, Transfer, key_of, unregistered
 from tests.support.client_checks import check_staging
 from tests.support.interrupts import Interrupted, everywhere
+from tests.support.waiting import wait_until
 
-#: A condition's methods are Python functions, too.
+WAIT_S = 120.0
+#: What threading has is in Python, too.
 MODULES = ("simm.", "threading")
 
 
@@ -50,6 +55,7 @@ class Connection:
         self.era = 0
         self.arena: Any = None
         self.locations: Any = None
+        self.staged: set[Any] = set()
         self.links: list[Any] = [SimpleNamespace(rail=rail)]
 
     def close(self, reason: str = "closed") -> None:
@@ -186,6 +192,143 @@ def test_a_second_interrupt_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyP
     path.check()
 
 
+@pytest.mark.parametrize("what", ["a connection", "a block"])
+def test_no_interrupt_of_a_wait_costs_the_lock(what: str) -> None:
+    path = Up()
+    held = [path.acquire(time.monotonic(), Hold()) for _ in range(CONNECTIONS_MAX)]
+    blocks = path.staging.take(100, time.monotonic())
+
+    def wait() -> None:
+        try:
+            if what == "a connection":
+                path.acquire(time.monotonic() + 0.001, Hold())
+            else:
+                path.staging.take(1, time.monotonic() + 0.001)
+        except DeadlineError:
+            pass
+
+    def check() -> None:
+        assert not path._lock.locked() and not path.staging._lock.locked()
+        assert path._connections == CONNECTIONS_MAX and not path._idle and not path.staging._free
+
+    assert everywhere(wait, check, MODULES) > 5
+    path.staging.release(blocks)
+    for connection in held:
+        path.release(connection)
+    path.check()
+    assert not path._changed and not path.staging._changed
+
+
+def test_who_gives_back_again_after_an_interrupt_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Up(StagingPool(BLOCK_BYTES))
+    real = Waiters.notify_all
+    told: list[Any] = []
+
+    def interrupted(self: Waiters) -> None:
+        told.append(self)
+        if len(told) == 1:
+            raise Interrupted
+        real(self)
+
+    def give(back: Any, waits: Any, brings: Any) -> None:
+        got: list[Any] = []
+        waiting = threading.Thread(target=lambda: got.append(waits(time.monotonic() + WAIT_S)))
+        waiting.start()
+        wait_until(lambda: bool(path._changed) or bool(path.staging._changed), "it waits")
+        told.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Waiters, "notify_all", interrupted)
+            with pytest.raises(Interrupted):
+                back()
+            back()
+        waiting.join(WAIT_S)
+        assert len(got) == 1
+        brings(got[0])
+
+    holds = [Hold() for _ in range(CONNECTIONS_MAX)]
+    for hold in holds:
+        path.acquire(time.monotonic(), hold)
+    give(lambda: path.give_back(holds[0]), path.acquire, path.release)
+    path._idle.pop().close()
+    room = Hold()
+    room.counted = True
+    give(lambda: path.give_back(room), path.acquire, path.release)
+    blocks = path.staging.take(1, time.monotonic())
+    give(lambda: path.staging.give_back(blocks), lambda until: path.staging.take(1, until), path.staging.release)
+    for hold in holds[1:]:
+        path.give_back(hold)
+    path.check()
+
+
+def test_what_comes_too_late_is_left_to_others() -> None:
+    """A call whose time is over would only break what it has just been given."""
+    path = Up(StagingPool(BLOCK_BYTES))
+    looks: list[int] = []
+
+    def late(*_: Any) -> bool:
+        looks.append(1)
+        return len(looks) > 1
+
+    path._reserve = late  # type: ignore[method-assign, assignment]
+    with pytest.raises(DeadlineError):
+        path.acquire(time.monotonic() + 0.001)
+    assert len(looks) == 1
+    path.staging._take_locked = late  # type: ignore[method-assign, assignment]
+    looks.clear()
+    with pytest.raises(DeadlineError):
+        path.staging.take(1, time.monotonic() + 0.001)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("way", ["lose", "give_back"])
+def test_what_does_not_go_back_to_the_path_is_closed_before_it_is_uncounted(way: str) -> None:
+    path = Up()
+    seen: list[Any] = []
+
+    def begin() -> Any:
+        path.up()
+        hold = Hold()
+        connection: Any = path.acquire(time.monotonic(), hold)
+        path.drop("down meanwhile")
+        seen[:] = hold, connection
+        return hold
+
+    def end(hold: Any) -> None:
+        if way == "lose":
+            path.lose(hold, "broken")
+        else:
+            path.give_back(hold)
+
+    def check() -> None:
+        hold, connection = seen
+        assert not connection.links or (hold.counted and path._connections == 1), "open, and nobody counts it"
+        end(hold)
+        assert not connection.links and path._connections == 0
+        end(hold)
+        assert path._connections == 0
+        begin()
+
+    begin()
+    assert everywhere(lambda: end(seen[0]), check, MODULES) > 3
+    hold, connection = seen
+    hold.counted, path._connections = False, 0  # an interruption has left it so
+    end(hold)
+    assert not connection.links and path._connections == 0
+
+
+def test_a_connection_that_went_back_is_not_closed_by_who_had_it() -> None:
+    path = Up()
+    hold = Hold()
+    connection = path.acquire(time.monotonic(), hold)
+    path.give_back(hold)
+    assert path.acquire(time.monotonic()) is connection, "another call has it"
+    path.give_back(hold)
+    path.lose(hold, "interrupted")
+    assert connection.links and path.down_reason is None and path._connections == 1
+    path.release(connection)
+    path.check()
+
+
 # -- staging memory -----------------------------------------------------------------------------------------------
 
 
@@ -222,6 +365,44 @@ def test_without_any_block_that_devices_take_tcp_does_it() -> None:
         assert run(path) == ([0], 1)
         assert path.down_reason is None and path._connections == 1
     path.check()
+
+
+def test_memory_that_all_rails_know_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Up()
+    asked: list[Any] = []
+    real = Registration.lkey
+
+    def lkey(self: Registration, rail: Any, *, again: bool = False) -> Any:
+        asked.append(self)
+        return real(self, rail, again=again)
+
+    class Unused(Moving):
+        def carry_out(self, positions: Any) -> Steps[None]:
+            assert len(self.blocks) == STAGING_BLOCKS
+            yield from ()
+
+    monkeypatch.setattr(Registration, "lkey", lkey)
+    assert run(path, Unused()) == ([], 0)
+    assert len(asked) == len(path.staging._memory), "each memory once, not each block"
+    for _ in range(3):
+        assert run(path, Unused()) == ([], 0)
+    assert len(asked) == len(path.staging._memory)
+    path.drop("another connection may have other rails")
+    path.up()
+    assert run(path, Unused()) == ([], 0)
+    assert len(asked) == 2 * len(path.staging._memory)
+
+
+def test_all_that_can_be_registered_is_before_the_deadline_counts() -> None:
+    first, second = Rail(), Rail()
+    first.fails = {1}
+    memory = bytearray(4096)
+    spans = [Span(4096, 4096, registration=Registration(4096, 4096, keep=memory)) for _ in range(2)]
+    links: Any = [SimpleNamespace(rail=first), SimpleNamespace(rail=second)]
+    assert unregistered([None, spans[0], spans[1], spans[0]], links)
+    assert first.registered == second.registered == 2
+    assert unregistered(spans[:1], links) and not unregistered(spans[1:], links)
+    assert first.registered == second.registered == 2
 
 
 def test_blocks_that_are_of_no_use_are_taken_last() -> None:

@@ -522,7 +522,7 @@ def test_an_operation_at_a_server_that_a_new_map_drops_ends_properly(cluster: Fa
     assert client._routes.target(client.digest("k0")) is not old
     assert old.session is not None
     assert client._shm.put_one(old.session, client.digest("k0"), memoryview(b"v")) == Status.OK
-    with router._map_changed:  # a deadline later
+    with router._map_lock:  # a deadline later
         router._connections.draining = [(0.0, target) for _, target in router._connections.draining]
     wait_until(lambda: old.session is None, "it is closed in the end")
 
