@@ -227,7 +227,7 @@ class Keyspace:
                 if got != NoValue.MISS:
                     return got != NoValue.UNAVAILABLE
             return self._client.put_digests([self._key], [source], True) == [Status.OK]
-        return replace(self._client, [self._key], [source]) == [Status.OK]
+        return replace(self._client, [self._key], [source], refuse=False) == [Status.OK]
 
     def names(self, generation: str, keys: Sequence[str]) -> list[str]:
         """Return keys of a generation as the client takes them. O(bytes)."""
@@ -239,13 +239,15 @@ class Keyspace:
         return list(map(self._client.digest, self.names(generation, keys)))
 
 
-def replace(client: Client, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
+def replace(
+    client: Client, digests: Sequence[bytes], sources: Sequence[memoryview | Span], *, refuse: bool = True
+) -> list[int]:
     """Store values in place of those that are there, whatever the client's settings say; return a Status for each.
 
-    UNAVAILABLE for a value of two copies of which an old one may be left.
+    UNAVAILABLE for a value of two copies of which an old one may be left. ``refuse``: see ``Replicas.replace``.
     """
     if client._replicas is not None:
-        return client._replicas.replace(digests, sources)
+        return client._replicas.replace(digests, sources, refuse=refuse)
     if client._options.replicas == 1:
         return client.put_digests(digests, sources, False)
     # A fake's store, which has one copy of each, and keeps what is stored.

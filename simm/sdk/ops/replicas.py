@@ -163,12 +163,15 @@ class Replicas:
         )
         return self._one_of_each(answers)
 
-    def replace(self, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
+    def replace(
+        self, digests: Sequence[bytes], sources: Sequence[memoryview | Span], *, refuse: bool = True
+    ) -> list[int]:
         """Store values in place of those that are there, twice if there are two nodes; return a Status for each.
 
         UNAVAILABLE if an old copy may be left, also where the other one is new. Nothing is put where a copy is found
-        and another one cannot be asked for. Copies are put over, not dropped first: so a second attempt finds one, too,
-        and nobody finds none in between. One exchange with each server to look, and one to put.
+        and another one cannot be asked for, unless ``refuse`` is False: for values of which readers know the newest.
+        Copies are put over, not dropped first: so a second attempt finds one, too, and nobody finds none in between. Of
+        a duplicate key the later value is stored. One exchange with each server to look, and one to put.
         """
         statuses: list[int] = [Status.UNAVAILABLE] * len(digests)
         if digests:
@@ -177,12 +180,16 @@ class Replicas:
         puts: list[bytes] = []
         values: list[memoryview | Span] = []
         puts_of: dict[int, slice] = {}
+        left: set[int] = set()
+        last = {digest: position for position, digest in enumerate(digests)}
         with self._routes.patience() as patience:
             found = self._gets.read_many(copies, [memoryview(bytearray(1)) for _ in copies], patience)
             self.counters["misses"] -= found.count(MISS)
             for position, digest in enumerate(digests):
                 mine = found[self._all_of(position)]
                 if UNAVAILABLE in mine and any(got not in (MISS, UNAVAILABLE) for got in mine):
+                    left.add(position)
+                if last[digest] != position or (refuse and position in left):
                     continue
                 other, first = self.second(digest), len(puts)
                 puts += [digest] if other is None else [digest, other]
@@ -197,9 +204,10 @@ class Replicas:
             if Status.OK not in answers:
                 statuses[position] = Status.UNAVAILABLE if Status.UNAVAILABLE in answers else answers[0]
                 continue
-            statuses[position] = Status.OK
-            self.counters["single_copies"] += answers.count(Status.OK) < len(answers)
             every = self._all_of(position)
+            unseen = {copy for copy, got in zip(copies[every], found[every]) if got == UNAVAILABLE}
+            statuses[position] = Status.UNAVAILABLE if position in left and unseen - new else Status.OK
+            self.counters["single_copies"] += answers.count(Status.OK) < len(answers)
             for copy, got in zip(copies[every], found[every]):
                 if got not in (MISS, UNAVAILABLE) and copy not in new:
                     old.append(copy)
@@ -207,6 +215,7 @@ class Replicas:
         for position, status in zip(old_of, self._puts.delete(old) if old else ()):
             if status not in (Status.OK, Status.NOT_FOUND):
                 statuses[position] = Status.UNAVAILABLE
+        statuses = [statuses[last[digest]] for digest in digests]
         self._puts.count(digests, statuses)
         return statuses
 

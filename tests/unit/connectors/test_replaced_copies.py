@@ -171,8 +171,10 @@ def test_a_flush_of_which_an_old_copy_is_left_does_not_say_that_others_see_it(
         known = one.generation()
         assert known is not None
 
-        def undone(digests: list[bytes], *more: Any, at: int = number % 2, old: int = int(known, 16)) -> list[int]:
-            statuses: list[int] = plain(digests, *more)
+        def undone(
+            digests: list[bytes], *more: Any, at: int = number % 2, old: int = int(known, 16), **how: Any
+        ) -> list[int]:
+            statuses: list[int] = plain(digests, *more, **how)
             copy = places(client, digests[0])[-at]
             assert client._puts.store([copy], [memoryview(GENERATION.pack(old))]) == [Status.OK]
             return statuses
@@ -181,3 +183,34 @@ def test_a_flush_of_which_an_old_copy_is_left_does_not_say_that_others_see_it(
             patch.setattr(replicas, "replace", undone)
             assert not one.flush()
         assert one.flush()
+
+
+def test_others_follow_a_flush_of_which_a_copy_could_not_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and puts what it can: readers take the newest generation."""
+    with FakeCluster(4) as cluster:
+        cluster.settled({node: ALL[node::4] for node in range(4)})
+        here, there = (connected(cluster) for _ in range(2))
+        pairs = [(Keyspace(here, f"s{number}"), Keyspace(there, f"s{number}")) for number in range(COUNT)]
+        for one, other in pairs:
+            assert one.generation() == other.generation() is not None
+        unsure = 0
+        with monkeypatch.context() as patch:
+            lose(patch, here, cluster, *AWAY)
+            lose(patch, there, cluster, *AWAY)
+            for one, other in pairs:
+                away = [is_at(here, cluster, copy, 1) for copy in places(here, one._key)]
+                unsure += not one.flush()
+                assert all(away) or other.generation() == f"{one._known:016x}"
+        assert 0 < unsure < COUNT
+        for one, other in pairs:
+            assert one.flush() and other.generation() == one.generation()
+
+
+def test_of_a_duplicate_key_no_earlier_value_stays(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server takes no further value, after it has taken the first."""
+    client = connected(cluster)
+    digests = [client.digest(f"k{number}") for number in range(COUNT)]
+    assert put(client, digests, b"old") == [Status.OK] * COUNT
+    for digest in digests:
+        assert replace(client, [digest, digest], [memoryview(b"one"), memoryview(b"two")]) == [Status.OK] * 2
+        assert stored(client, digest) == {b"two"}
