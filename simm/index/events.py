@@ -35,6 +35,8 @@ EXTRA_BYTES_MAX: Final = 4096
 _PARTS_MAX: Final = 64
 
 _MASK: Final = (1 << 64) - 1
+#: Of the objects of an event that waits for its parent, beside those of its blocks.
+_STORED_BYTES: Final = 1200
 _Hash = int | bytes
 #: Numbers in one buffer, as numpy takes them without a look at each.
 Hashes: TypeAlias = "array[int]"
@@ -78,6 +80,7 @@ class Stored(NamedTuple):
             with the token behind the block, as :func:`~simm.index.keys.pair_chain` hashes it.
         rest: a further part of an event that was cut (:func:`slices`).
         rooted: the same of an event without a parent.
+        whole: blocks and ``nbytes`` of all parts of an event that was cut; None of one that was not.
     """
 
     hashes: Hashes
@@ -90,6 +93,12 @@ class Stored(NamedTuple):
     pairs: bool = False
     rest: bool = False
     rooted: bool = False
+    whole: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tokens and extras, and about those of the objects that it is made of. O(blocks)."""
+        return _STORED_BYTES + len(self.tokens or b"") + sum(map(len, self.extras)) + 256 * len(self.hashes)
 
 
 class Removed(NamedTuple):
@@ -230,7 +239,9 @@ def decode(payload: bytes | memoryview) -> Batch:
     return batch
 
 
-def slices(events: Sequence[Event], most: int, *, block_size: int | None = None) -> list[list[Event]]:
+def slices(
+    events: Sequence[Event], most: int, *, block_size: int | None = None, gpu_only: bool = False
+) -> list[list[Event]]:
     """Return events in their order in slices of at most so many blocks, and longer events in parts. O(events + bytes).
 
     An event whose tokens are not those of all its blocks is a slice of its own, as nobody adds its blocks.
@@ -238,13 +249,15 @@ def slices(events: Sequence[Event], most: int, *, block_size: int | None = None)
     Args:
         most: blocks of a slice. An event that names none counts as one.
         block_size: tokens of a block, of events that do not tell.
+        gpu_only: no event of another tier is cut that has tokens and no extras. Of vLLM's, any block may say what
+            salt and images all others depend on.
     """
     found: list[list[Event]] = []
     left = 0
     for event in events:
         count = 1 if isinstance(event, Cleared) else max(1, len(event.hashes))
         if count > most and not isinstance(event, Cleared):
-            found += [[part] for part in _parts(event, most, block_size)]
+            found += [[part] for part in _parts(event, most, block_size, gpu_only)]
             left = 0
         elif count > left:
             found.append([event])
@@ -255,7 +268,7 @@ def slices(events: Sequence[Event], most: int, *, block_size: int | None = None)
     return found
 
 
-def _parts(event: Stored | Removed, most: int, block_size: int | None) -> Iterator[Event]:
+def _parts(event: Stored | Removed, most: int, block_size: int | None, gpu_only: bool) -> Iterator[Event]:
     """Yield an event in parts, each of which has the last block of the part before it as its parent."""
     names = event.hashes
     if isinstance(event, Removed):
@@ -265,16 +278,19 @@ def _parts(event: Stored | Removed, most: int, block_size: int | None) -> Iterat
     tokens, step = event.tokens, 4 * (event.block_size or block_size or 0)
     if tokens is None:
         names = array("Q", dict.fromkeys(names))  # a name that comes again is no copy
-    elif len(tokens) != step * len(names):
+    elif len(tokens) != step * len(names) or (
+        gpu_only and not event.extras and (event.where.medium or "gpu").lower() != "gpu"
+    ):
         yield event
         return
+    whole = len(names), event.nbytes + (len(names) - 1) // most * _STORED_BYTES
     for at in range(0, len(names), most):
         stop = at + most
         yield event._replace(
             hashes=names[at:stop], parent=names[at - 1] if at else event.parent, extras=event.extras[at:stop],
             # A copy: a part may wait for long, and must not keep the tokens of all others.
             tokens=None if tokens is None else memoryview(bytes(tokens[step * at : step * stop])),
-            rest=at > 0, rooted=at > 0 and event.parent is None,
+            rest=at > 0, rooted=at > 0 and event.parent is None, whole=whole,
         )  # fmt: skip
 
 

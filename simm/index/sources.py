@@ -155,9 +155,8 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tokens and extras, and about those of the objects that it is made of."""
-        event = self.event
-        return 1200 + len(event.tokens or b"") + sum(map(len, event.extras)) + 256 * len(event.hashes)
+        """See ``Stored``."""
+        return self.event.nbytes
 
 
 class Expected(NamedTuple):
@@ -258,18 +257,24 @@ class Source:
     def park(self, parked: Parked, lane: int) -> None:
         """Let an event wait for its parent, in place of the oldest if need be. O(blocks). Raises Missed.
 
-        The bound of blocks is for several events: one alone may have more, also if it comes in parts.
+        An event that was cut waits as a whole or not at all: no part of one waits that has more blocks than may wait.
         """
-        assert parked.event.parent is not None
-        names, nbytes = parked.event.hashes, parked.nbytes
-        if nbytes > PARKED_BYTES_MAX:
-            raise Missed("too many blocks to wait for a parent")
-        self.ignored["waits for its parent"] += not parked.event.rest
-        most = PARKED_MAX - len(names) if not parked.event.rest else PARKED_BYTES_MAX
-        while self.parked and (self.waiting > most or self.waiting_bytes + nbytes > PARKED_BYTES_MAX):
+        event = parked.event
+        assert event.parent is not None
+        names, nbytes = event.hashes, event.nbytes
+        blocks, room = event.whole or (len(names), nbytes)
+        if blocks > PARKED_MAX or room > PARKED_BYTES_MAX:
+            if not event.rest:
+                raise Missed("too many blocks to wait for a parent")
+            self.miss()  # counted with the first part
+            return
+        self.ignored["waits for its parent"] += not event.rest
+        if event.rest:  # the first part has made room for all: a later one must not expel it
+            blocks, room = len(names), nbytes
+        while self.parked and (self.waiting + blocks > PARKED_MAX or self.waiting_bytes + room > PARKED_BYTES_MAX):
             self.unpark(*next(iter(self.parked)))
             self.miss()
-        self.parked.setdefault((parked.event.parent, lane), []).append(parked)
+        self.parked.setdefault((event.parent, lane), []).append(parked)
         self.waiting += len(names)
         self.waiting_bytes += nbytes
         for name in names if not parked.gone else set(names) - parked.gone:

@@ -77,6 +77,9 @@ class Stream:
         self.complete = False
         #: The same, but for events that were refused or had no room: an answer to a replay would bring nothing else.
         self._heard_all = False
+        #: ``Source.lost`` and ``_heard_all`` as they are if one of several ranks was not heard yet when all others had
+        #: cleared their caches; None unless all is known by that alone.
+        self._unheard: tuple[bool, bool] | None = None
         #: Other messages follow at once, and then a ``Blocks.flush``.
         self.more = False
         self.counts: Counter[str] = Counter()
@@ -223,17 +226,32 @@ class Stream:
     def _forget(self) -> None:
         self._index.clear(self.source)
         self.source.known.clear()
+        self._doubt()
         self.complete = self._heard_all = False
 
     def _know_all(self) -> None:
         self.complete = self._heard_all = True
         self.source.lost = False
 
+    def _cleared(self) -> None:
+        """Know all, as each rank that was heard has cleared its cache."""
+        if self.source.registration.rank is None and not self.complete:
+            lost, heard = self._unheard or (False, True)
+            self._unheard = self.source.lost or lost, self._heard_all and heard
+        self._know_all()
+
+    def _doubt(self) -> None:
+        """Take back what is known by clears alone."""
+        if self._unheard is not None:
+            self.source.lost, self._heard_all = self._unheard
+            self.complete, self._unheard = False, None
+
     def _take(self, number: int, payload: bytes) -> None:
         """Apply a message unless it was applied, and forget everything before it if one is missing."""
         if self.next is None:
             self._since = number
             if number == 0:
+                self._unheard = None
                 self._know_all()
         elif number < self.next:
             return
@@ -261,17 +279,20 @@ class Stream:
             events = events[batch.sure :]
         self.counts["events"] += len(events)
         told, missed = self.source.registration, self.source.missed
-        parts = slices(events, _SLICE, block_size=told.block_size)
+        heard = set(self.source.ranks) if self._unheard is not None else None
+        parts = slices(events, _SLICE, block_size=told.block_size, gpu_only=told.type == "vllm")
         for number, part in enumerate(parts):
             if number:
                 time.sleep(0)  # whoever waits for the index has a turn
             self._index.apply(self.source, part, batch.rank, more=self.more or number + 1 < len(parts))
         if self.source.missed > missed:
             self.complete = False
+        if heard is not None and not self.source.ranks - heard <= self.source.known:
+            self._doubt()  # a rank that was not heard before: what it had then is not known
         if batch.refused and told.rank is None:
             self.source.known.clear()  # nobody can say whose event that was
         if any(isinstance(each, Cleared) for each in batch.events[batch.whole :]) and self._speaks_for_all():
-            self._know_all()
+            self._cleared()
 
     def _speaks_for_all(self) -> bool:
         """Return True if each rank has said that it has nothing any more, and all is known that came since."""

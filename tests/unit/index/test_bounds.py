@@ -217,10 +217,12 @@ def test_what_waits_takes_the_memory_that_it_is_counted_with(monkeypatch: pytest
     assert taken < 1.25 * 4 * MIB, f"{taken >> 10} KiB"
 
 
+@pytest.mark.parametrize("bound", ["PARKED_MAX", "PARKED_BYTES_MAX"])
 @pytest.mark.parametrize("part", [4, 1 << 20], ids=["in parts", "whole"])
-def test_a_long_event_may_wait_alone(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of more blocks than may wait of several was dropped, and never found its parent."""
-    monkeypatch.setattr(sources_module, "PARKED_MAX", 8)
+def test_a_long_event_waits_as_a_whole_or_not_at_all(part: int, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, each bounded by itself, it expelled all others and its own beginning, and came in one go at last."""
+    most = 13 if bound == "PARKED_MAX" else 1200 * (4 if part == 4 else 1) + 13 * (256 + 4)
+    monkeypatch.setattr(sources_module, bound, most)
     monkeypatch.setattr(streams_module, "_SLICE", part)
     index = Blocks()
     source = register(index, block_size=1)
@@ -229,21 +231,24 @@ def test_a_long_event_may_wait_alone(part: int, monkeypatch: pytest.MonkeyPatch)
     def tell(number: int, first: int, count: int, parent: int | None) -> None:
         event = {
             "type": "BlockStored", "block_hashes": list(range(first, first + count)), "parent_block_hash": parent,
-            "token_ids": [7] * count, "block_size": 1,
+            "token_ids": list(range(first, first + count)), "block_size": 1,
         }  # fmt: skip
         stream.message(number, msgspec.msgpack.encode([0.0, [event], 0]))
 
-    tell(0, 100, 30, 99)
-    assert source.waiting == 30 and stream.complete
-    assert source.ignored["waits for its parent"] == 1
-    tell(1, 99, 1, None)
-    assert source.blocks == 31 and source.waiting == source.waiting_bytes == 0
-    tell(2, 200, 30, 199)
-    tell(3, 600, 6, 599)
-    assert 6 <= source.waiting <= 8 and not stream.complete, "in place of the one before"
-    monkeypatch.setattr(sources_module, "PARKED_BYTES_MAX", 3000)
-    tell(4, 300, 30, 299)
-    assert source.waiting_bytes <= 3000, "the bound of bytes holds for one alone, too"
+    tell(0, 600, 2, 99)
+    assert source.waiting == 2 and stream.complete
+    tell(1, 100, 13, 99)
+    assert source.waiting == 13 and not stream.complete, "what waited longer makes room, no part of its own"
+    assert source.ignored["waits for its parent"] == 2
+    tell(2, 200, 40, 199)
+    assert source.waiting == 13, "it expels nobody"
+    assert source.ignored["waits for its parent"] == 2
+    assert source.ignored["too many blocks to wait for a parent"] == 1
+    tell(3, 99, 1, None)
+    assert source.blocks == 14 and source.waiting == source.waiting_bytes == 0
+    tell(4, 199, 1, None)
+    tell(5, 200, 40, 199)
+    assert source.blocks == 55, "any length counts behind a parent that is known"
 
 
 def test_children_that_find_their_parent_wait_no_more() -> None:

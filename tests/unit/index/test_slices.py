@@ -136,6 +136,36 @@ def test_a_name_that_comes_twice_without_tokens_is_no_copy(monkeypatch: pytest.M
     assert claim(index) == 0 and not stream.source.blocks
 
 
+@pytest.mark.parametrize("tier", ["CPU", "GPU"])
+def test_blocks_that_are_told_again_stay_where_a_later_one_is_known(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of none but unknown blocks was taken for one of the tokens alone, where a later part names their salt."""
+    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    index, stream = world("vllm")
+    salted = stored([1, 2, 3, 4], TOKENS[:4], extra_keys=[["salt"], None, None, None])
+    stream.message(0, packed(salted))
+    stream.message(1, packed(removed([1, 2])))
+    stream.message(2, packed({**(salted if tier == "GPU" else stored([1, 2, 3, 4], TOKENS[:4])), "medium": tier}))
+    assert claim(index) == 0
+    space = Space("m", "", "default", "salt", 1)
+    match = score(index, space, request_keys(TOKENS[:4], 1)).matches.get("A")
+    assert match is not None and match.blocks == 4
+
+
+def test_only_what_has_tokens_and_no_extras_is_left_whole_in_other_tiers() -> None:
+    names, tokens = [1, 2, 3], TOKENS[:3]
+    extra = {"extra_keys": [[["image", 7]]] * 3}
+    gone = {**removed(names), "medium": "CPU"}
+    bare = {**stored(names, tokens), "token_ids": [], "medium": "CPU"}
+    for event, cut in (
+        (stored(names, tokens), True), (stored(names, tokens, medium="gpu"), True),
+        (stored(names, tokens, medium=None), True), (stored(names, tokens, medium="CPU"), False),
+        (stored(names, tokens, medium="CPU", **extra), True), (gone, True), (bare, True),
+    ):  # fmt: skip
+        events = decode(packed(event)).events
+        assert len(slices(events, 2, gpu_only=True)) == 1 + cut
+        assert len(slices(events, 2)) == 2
+
+
 def _random(dice: random.Random) -> list[dict[str, Any]]:
     """Prompts that share their beginnings, in events of many blocks, with what goes of them, and comes once more.
 

@@ -403,6 +403,39 @@ def test_a_publisher_of_all_ranks_is_healed_once_each_has_cleared() -> None:
     assert not stream.source.lost and stream.complete
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "missed between two clears"])
+@pytest.mark.parametrize("later", [stored(1), removed(1)], ids=["stored", "removed"])
+def test_a_rank_that_speaks_after_the_others_have_cleared_was_not_known(later: dict[str, Any], again: bool) -> None:
+    """The clear of the only rank that was heard since a late join spoke for ranks that had been silent, too."""
+    stream = _of_all_ranks()
+    _take(stream, (5, _told(0, stored(0))), (7, _told(0, CLEARED)))
+    assert stream.complete and not stream.source.lost
+    if again:
+        _take(stream, (8, _told(0, {**stored(1), "token_ids": [1]})), (9, _told(0, CLEARED)))
+        assert stream.complete and not stream.source.lost
+    _take(stream, (8 + 2 * again, _told(1, later)))
+    assert not stream.complete and stream.source.lost
+    _take(stream, (9 + 2 * again, _told(1, CLEARED)), (10 + 2 * again, _told(0, CLEARED)))
+    assert stream.complete and not stream.source.lost, "each has cleared now"
+
+
+def test_a_rank_that_begins_with_a_clear_hides_nothing() -> None:
+    stream = _of_all_ranks()
+    _take(stream, (5, _told(0, CLEARED)), (6, _told(1, CLEARED, stored(1))))
+    assert stream.complete and not stream.source.lost
+
+
+def test_a_rank_that_speaks_late_is_known_since_the_first_message() -> None:
+    stream = _of_all_ranks()
+    _take(stream, (0, _told(0, stored(0))), (1, _told(0, CLEARED)), (2, _told(1, stored(1))))
+    assert stream.complete and not stream.source.lost
+    stream = _of_all_ranks()
+    _take(stream, (0, _told(0, WRONG)), (1, _told(0, CLEARED)))
+    assert stream.complete
+    _take(stream, (2, _told(1, stored(1))))
+    assert not stream.complete and not stream.source.lost, "the wrong event may have been of this rank"
+
+
 @pytest.mark.parametrize("wrong", [{"type": "BlockMoved"}, {**stored(1), "token_ids": [1]}], ids=["odd", "tokens"])
 def test_what_was_missed_between_the_clears_of_two_ranks_is_not_known(wrong: Any) -> None:
     stream = _of_all_ranks()
