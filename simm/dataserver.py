@@ -108,7 +108,8 @@ class DataServer:
         self.children = Children(self.loop, lambda: [*(slot.segment for slot in self.slots), *self.growth.arenas])
         self.resolve = self.children.resolve
         self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
-        self.stock = ArenaStock(options, self.instance)
+        allow = partial(self._allow, "waiting for the workers of a server that has died")
+        self.stock = ArenaStock(options, self.instance, lambda: self.loop.running, allow)
         messages = self._on_worker, self._on_mover
         self.opener = Opener(options, self.instance, self.children, self.stock, self.endpoints, *messages)
         self.growth: Growth = Growth(self)

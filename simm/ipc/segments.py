@@ -198,15 +198,19 @@ def _remove_socket(path: str, name: str) -> None:
         time.sleep(0.02)
 
 
-def await_writers(server: str) -> None:
+def await_writers(
+    server: str, while_running: Callable[[], bool] = lambda: True, on_wait: Callable[[int], object] = lambda size: None
+) -> None:
     """Wait until the workers of a dead data server of this very name have let go of its arenas, and log that.
+
+    ``on_wait`` gets the bytes of those before the wait, which ends early once ``while_running`` returns False.
 
     Whoever calls it has locked the server's name (:func:`take_name`). The sockets of such a worker may be closed
     already. An arena that has an owner is not waited for: it is of a server with another runtime folder. Takes
     ``LET_GO_S`` seconds and one for each ``UNMAP_BYTES_PER_S`` bytes at most.
     """
     until = 0.0
-    while names := shm.without_owner(_PREFIX, partial(is_arena_of, server)):
+    while while_running() and (names := shm.without_owner(_PREFIX, partial(is_arena_of, server))):
         now = time.monotonic()
         if not until:
             size = 0
@@ -215,6 +219,7 @@ def await_writers(server: str) -> None:
                     size += os.stat(f"{shm.SHM_DIR}/{file}").st_size
             until = now + LET_GO_S + size / UNMAP_BYTES_PER_S
             log.info("%s is let go by a worker whose server has died: waiting for that", ", ".join(names))
+            on_wait(size)
         elif now > until:
             log.warning("%s is still in use by a worker whose server has died: it is not used", ", ".join(names))
             return

@@ -24,7 +24,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from .. import shm
@@ -58,11 +58,20 @@ PAGE_TABLE_PART: Final = 512
 
 
 class ArenaStock:
-    """The arenas of one data server. The names of new segments contain ``instance``."""
+    """The arenas of one data server. The names of new segments contain ``instance``.
 
-    def __init__(self, options: DataServerOptions, instance: int) -> None:
+    ``while_running`` returns False once the server is to stop. ``on_wait`` gets the bytes of the arenas that dead
+    workers are about to let go of, before the wait for that.
+    """
+
+    def __init__(
+        self, options: DataServerOptions, instance: int, while_running: Callable[[], bool] = lambda: True,
+        on_wait: Callable[[int], object] = lambda size: None,
+    ) -> None:  # fmt: skip
         self.options = options
         self.instance = instance
+        self._while_running = while_running
+        self._on_wait = on_wait
         #: The cluster of the arenas that were taken over, and the newest epoch that they acted on; 0 for none.
         self.cluster = 0
         self.epoch = 0
@@ -110,7 +119,7 @@ class ArenaStock:
         """Return what servers of this name have left. The first call waits for the workers of one that has died."""
         if not self._waited:
             self._waited = True
-            segments.await_writers(self.options.name)
+            segments.await_writers(self.options.name, self._while_running, self._on_wait)
         return segments.left_by(self.options.name)
 
     def take_over(self, cluster: int) -> dict[int, OwnedArena]:

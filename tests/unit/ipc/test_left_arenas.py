@@ -17,6 +17,7 @@ import pytest
 from simm import shm
 from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, SLOTS_MIN, Geometry, State, Word
 from simm.arena.vault import Vault
+from simm.dataserver import DataServer
 from simm.errors import ConfigError, SegmentError
 from simm.ipc import segments as ipc_segments
 from simm.ipc.segments import (
@@ -28,6 +29,7 @@ from simm.ipc.segments import (
     embedded_server_name,
     socket_path,
 )
+from simm.net.sd_notify import Notifier
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
 from simm.shm import AttachedSegment, data_name
@@ -47,6 +49,7 @@ from tests.support.left_arenas import (
     spoil,
     start_warm,
 )
+from tests.support.notify_socket import NotifySocket
 
 # -- names -------------------------------------------------------------------------------------------
 
@@ -419,6 +422,49 @@ def test_a_start_waits_for_a_worker_whose_server_was_killed(
     assert looks == [[name]] * 3 + [[]] and caplog.text.count("let go") == 1
     for segment in taken.values():
         segment.close()
+
+
+def test_a_start_that_is_stopped_does_not_wait_for_a_worker(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service manager, which may end a start that takes long, hears before the wait how much is unmapped."""
+    name = name_of("gpu")
+    make_suspended(name)
+    size = sum((shm_dir / each).stat().st_size for each in (name, data_name(name)))
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 60.0)
+    asked, waits = [], []  # type: ignore[var-annotated]
+
+    def while_running() -> bool:
+        asked.append(list(waits))
+        return len(asked) < 3
+
+    with ending_worker(shm_dir / name):
+        stock = ArenaStock(DataServerOptions("gpu", "", [0], warm=True), 99, while_running, waits.append)
+        assert stock.undecided() == []
+    assert asked == [[], [size], [size]]
+
+
+def test_a_server_has_its_start_extended_while_it_waits_for_a_worker(
+    shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = name_of("gpu")
+    make_suspended(name)
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 60.0)
+    with (
+        ending_worker(shm_dir / name) as process,
+        NotifySocket(tmp_path / "n") as manager,
+        contextlib.closing(Notifier(manager.address)) as notifier,
+    ):
+        server = DataServer(DataServerOptions("gpu", "", [0], warm=True), notifier)
+        look, heard = shm.without_owner, list[str]()
+
+        def looked(*arguments: object) -> list[str]:
+            heard.extend(line for line in manager.waiting() if line.startswith("EXTEND_TIMEOUT_USEC="))
+            if heard:
+                server.loop.stop()  # as SIGTERM does
+            return look(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(shm, "without_owner", looked)
+        assert server.stock.undecided() == [] and heard and process.poll() is None
+        server.loop.close()
 
 
 def test_a_start_does_not_wait_for_ever_for_a_worker(shm_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
