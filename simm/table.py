@@ -208,6 +208,10 @@ class Table:
         """Return the fields of a live slot."""
         return Entry(*SLOT.unpack_from(self._slots, slot * SLOT_BYTES)[1:-1])
 
+    def digests(self, slots: list[int]) -> bytes:
+        """Return the digests of live slots, one after the other. O(slots), by numpy."""
+        return self._rows[np.array(slots), 1:3].tobytes()
+
     def offset(self, slot: int) -> int:
         """Return the offset of the slot's value in the arena, 0 for an empty slot."""
         word: int = self._words[slot * SLOT_WORDS + 3]
@@ -374,18 +378,6 @@ class Table:
         for slot in slots:
             used[slot >> _WAY_BITS] &= ~(1 << (slot & _WAY_MASK))
         self.entries -= len(slots)
-
-    def hide_many(self, slots: list[int]) -> None:
-        """Let nobody find the entries in these slots any more, which are in use until they are cleared. By numpy.
-
-        They keep their chunks, with no digest and no length. Recovery drops such a slot, as its fields are impossible.
-        """
-        at = np.array(slots)
-        seqs = self._seqs[at]
-        self._seqs[at] = seqs | _ODD
-        for word in (1, 2, 4, MARKS_WORD):  # digest; length and crc; marks
-            self._rows[at, word] = 0
-        self._seqs[at] = (seqs + _TWO) & _SEQ_MASK | self._high_word
 
     def _save(self, slot: int) -> None:
         """Store the undo record: valid word off, image, valid word on."""

@@ -23,12 +23,14 @@ it is fresh.
 A large value, and a new slab among large values, need a window: an address range of the bytes needed (for a slab, an
 aligned 2 MiB) in which everything can be evicted. A window consists of whole spans (`simm.slab.Span`), as a slab in it
 goes as a whole, and so does a large value that it touches. Its cost is its bytes in use by their age; its age is
-`typical` of all its entries. Of windows that cost about the same the one with the fewest entries goes, as each takes
-the worker time. The caller tells which spans may be evicted. Nothing is changed here.
+`typical` of all its entries. Of windows that cost the same the one with the fewest entries goes, as each takes the
+worker time. The caller tells which spans may be evicted. Nothing is changed here.
 
 Windows are sought around anchors, oldest entries first. One request examines no more than a bounded number of spans for
-that, whatever the classes and the anchors are. What was found to be fenced in is remembered until the clock has moved
-by a 256th of the region, so that the next request goes on where this one ended.
+that, whatever the classes and the anchors are; but the coldest slabs and free extents it compares in any case
+(`Windows.around_coldest`). What was found to be fenced in is remembered until the clock has moved by a 256th of the
+region, so that the next request goes on where this one ended: where one has ended early, by four values of that size at
+least.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, islice
-from typing import Final, TypeVar
+from typing import Final
 
 from simm.arena.queues import Policy
 from simm.constants import SLAB_BYTES
 from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
-from simm.slab import CHUNK_SIZES, CHUNKS_PER_SLAB, FREE, LARGE, SLAB, Allocator, Span
+from simm.slab import ALIGN_SHIFT, CHUNK_SIZES, CHUNKS_PER_SLAB, FREE, LARGE, SLAB, Allocator, Span
 
 #: Entries of a slab that are sampled; all of them if it has fewer than twice as many.
 SAMPLES: Final = 32
@@ -61,12 +63,14 @@ SPAN_CHUNKS: Final = 64
 #: Victims of one group around which windows are compared, and how many are tried for that: some are fenced in.
 ANCHORS_MAX: Final = 4
 TRIED_MAX: Final = 64
+#: What was fenced in is remembered for so many values of the size that is sought, where a search has ended early.
+FENCED_PUTS: Final = 4
+#: Costs are whole numbers, so that equal ones are equal however they were added up: bytes by age in units of 2 ** -32.
+_COST_SHIFT: Final = 32
 #: Entries of its own size class that the last resort passes by at most, beside held ones.
 USED_MAX: Final = 4096
 #: Later than all clocks.
 NEVER: Final = 1 << 63
-
-_T = TypeVar("_T")
 
 
 def typical(ages: list[int]) -> int:
@@ -83,16 +87,6 @@ def typical(ages: list[int]) -> int:
 def coarse(since: int, clock: int) -> int:
     """Return ``since`` for an age that is a sixteenth younger: the error bound of the comparison."""
     return since + (clock - since) // COARSE
-
-
-def with_fewest(found: Iterable[tuple[float, int, _T]]) -> _T:
-    """Return what has the fewest entries of what costs about as little as the cheapest. O(n).
-
-    ``found``, which is not empty: (cost, entries, what). A sixteenth more is about as little.
-    """
-    some = list(found)
-    most = min(cost for cost, _, _ in some) * (1 + 1 / COARSE)
-    return min((each for each in some if each[0] <= most), key=lambda each: (each[1], each[0]))[2]
 
 
 class Coldest:
@@ -121,9 +115,9 @@ class Coldest:
         """Return the clock at which a slab can be evicted again that had something fresh in it, `NEVER` without one."""
         return self._asleep[0][0] if self._asleep else NEVER
 
-    def lost(self, base: int) -> bool:
-        """Note an entry lost without eviction in the slab at ``base``. Return True if earlier bounds are void."""
-        count = self._lost.get(base, 0) + 1
+    def lost(self, base: int, more: int = 1) -> bool:
+        """Note entries lost without eviction in the slab at ``base``. Return True if earlier bounds are void."""
+        count = self._lost.get(base, 0) + more
         group = self._allocator.class_of_slab(base)
         if group < 0 or count * LOSS < CHUNKS_PER_SLAB[group]:
             self._lost[base] = count
@@ -247,7 +241,9 @@ class Fenced:
 
     def __init__(self, span: int) -> None:
         self._span = span
-        self._until = 0
+        self._since = 0
+        #: By how much the clock moves at least until it is forgotten.
+        self._least = 0
         self._starts: list[int] = []
         #: By start: the range's end, and the bytes of which it has no window.
         self._ranges: dict[int, tuple[int, int]] = {}
@@ -256,11 +252,18 @@ class Fenced:
 
     def forget_at(self, clock: int) -> None:
         """Forget everything if the clock has moved by the span since the last time."""
-        if clock > self._until:
-            self._until = clock + self._span
+        if clock > self._since + max(self._span, self._least):
+            self._since, self._least = clock, 0
             self._starts.clear()
             self._ranges.clear()
             self.least = NEVER
+
+    def keep_for(self, span: int) -> None:
+        """Do not forget until the clock has moved by ``span``, too: a search has ended before all was examined.
+
+        One for what is larger than the usual span would else begin anew each time, and never be done.
+        """
+        self._least = max(self._least, span)
 
     def note(self, start: int, end: int, need: int) -> None:
         """Note that nothing between ``start`` and ``end`` is part of a window of ``need`` bytes or more."""
@@ -294,20 +297,21 @@ class Windows:
         self._evictable = evictable
         self._offsets = offsets
         self._is_held = is_held
-        #: Where the last search has ended, by the bytes of the window, 0 for a slab, and whether soft ones may go.
-        self._ends: dict[tuple[int, bool], int] = {}
+        #: Where the last search has ended, by the bytes of the window, 0 for a slab, and whether what is fresh is
+        #: spared, and soft ones may go.
+        self._ends: dict[tuple[int, bool, bool], int] = {}
         #: What searches around anchors may still examine for this request.
         self._left = 0
         #: By whether a slab is sought, and whether what is fresh is spared.
         self._fenced = {(slab, fresh): Fenced(policy.period // 4) for slab in (False, True) for fresh in (False, True)}
 
     def begin(self) -> None:
-        """Begin a request: searches around anchors may examine `SEARCH_CHUNKS_MAX` from now on."""
+        """Begin a request, or a part of it: searches around anchors may examine `SEARCH_CHUNKS_MAX` from now on."""
         self._left = SEARCH_CHUNKS_MAX
 
     @property
     def exhausted(self) -> bool:
-        """Return True if this request's searches around anchors have ended before all was examined."""
+        """Return True if searches around anchors since `begin` have ended before all was examined."""
         return self._left <= 0
 
     def may_have(self, need: int) -> bool:
@@ -316,12 +320,15 @@ class Windows:
 
     def note_none(self, need: int) -> None:
         """Note that no anchor has a window of ``need`` bytes, unless the request is exhausted. O(1)."""
+        fenced = self._fenced_for(need)
         if not self.exhausted:
-            self._fenced_for(need).least = window_bytes(need)
+            fenced.least = window_bytes(need)
 
     def _fenced_for(self, need: int) -> Fenced:
         fenced = self._fenced[need <= _SMALL_MAX, self._policy.sparing]
         fenced.forget_at(self._policy.clock)
+        if self.exhausted:
+            fenced.keep_for(FENCED_PUTS * (window_bytes(need) >> ALIGN_SHIFT))
         return fenced
 
     def around_oldest(self, first: int, group: int, need: int, limit: int) -> tuple[int, list[Span], int, int]:
@@ -362,32 +369,47 @@ class Windows:
                 again = min(again, clock + 1 + (clock - since) // 16)
         return *best, bound, again
 
-    def cost(self, span: Span) -> float:
+    def around_coldest(self, slabs: list[Span], need: int, limit: int) -> list[Span]:
+        """Return the cheapest window before ``limit`` around other classes' slabs, the coldest first; none without one.
+
+        For more than a slab also around the largest free extents, as less is lost where a part is free already. Those
+        and the first slabs are examined whatever the request has examined before: else large values would evict each
+        other where that was much. O(spans in reach of those).
+        """
+        if need > SLAB_BYTES:
+            windows = [self.around(slab, need, sure=place < ANCHORS_MAX) for place, slab in enumerate(slabs)]
+            free = self._allocator.largest_free(ANCHORS_MAX) if slabs else []
+            windows += [self.around(span, need, sure=True) for span in free]
+        else:
+            windows = [[slab] for slab in slabs]
+        found = [window for window in windows if window and self.since(window) < limit]
+        cost = lambda window: (sum(map(self._cost, window)), sum(map(self._entries, window)))  # noqa: E731
+        return min(found, key=cost, default=[])
+
+    def _cost(self, span: Span) -> int:
         """Return the cost of evicting ``span``: its bytes in use by their age; for a slab, the age of a sample."""
         if span.kind == FREE:
-            return 0.0
+            return 0
         if span.kind == LARGE:
-            return span.size / (1 + self._policy.age(span.detail))
+            return (span.size << _COST_SHIFT) // (1 + self._policy.age(span.detail))
         ages = self._coldest.ages_of(span.offset)
         if not ages:
-            return 0.0
-        return self._allocator.used_of_slab(span.offset) * CHUNK_SIZES[span.detail] / (1 + typical(ages))
-
-    def entries(self, spans: Iterable[Span]) -> int:
-        """Return the number of entries in ``spans``, each of which is evictable. O(spans)."""
-        return sum(self._entries(span) for span in spans)
+            return 0
+        used = self._allocator.used_of_slab(span.offset) * CHUNK_SIZES[span.detail]
+        return (used << _COST_SHIFT) // (1 + typical(ages))
 
     def _entries(self, span: Span) -> int:
         return self._allocator.used_of_slab(span.offset) if span.kind == SLAB else int(span.kind == LARGE)
 
-    def around(self, anchor: Span, need: int) -> list[Span]:
+    def around(self, anchor: Span, need: int, *, sure: bool = False) -> list[Span]:
         """Return the spans in use of a window of ``need`` bytes around ``anchor``, none if it is fenced in.
 
         For a slab that is the coldest aligned 2 MiB that the anchor touches. For a large value it is the cheapest
-        window in reach. None also if this request has examined all that it may, or the anchor was fenced in lately.
+        window in reach. None also if this request has examined all that it may, unless ``sure``, or the anchor was
+        fenced in lately.
         """
         fenced, least = self._fenced_for(need), window_bytes(need)
-        if self._left <= 0 or fenced.has(anchor.offset, least):
+        if (self._left <= 0 and not sure) or fenced.has(anchor.offset, least):
             return []
         if not self._examine(anchor):
             fenced.note(anchor.offset, anchor.offset + anchor.size, 0)
@@ -455,24 +477,25 @@ class Windows:
         end = run[-1].offset + run[-1].size
         if end - starts[0] < need:
             return -1
-        sums = [0.0, *accumulate(map(self.cost, run))]
+        sums = [0, *accumulate(map(self._cost, run))]
         counts = [0, *accumulate(map(self._entries, run))]
         costs = []
         for place, start in enumerate(starts):
             if start + need <= end:
                 stop = bisect_left(starts, start + need)
                 costs.append((sums[stop] - sums[place], counts[stop] - counts[place], start))
-        return with_fewest(costs)
+        return min(costs)[2]
 
     def search(self, need: int, *, soft: bool = False) -> tuple[list[Span] | None, int]:
         """Return the spans in use of a window of ``need`` bytes, None if none was found, and the bytes examined.
 
         A search goes on where the last one of its kind has ended, in address order, and from the end to the beginning.
         It ends behind a span that fences, once it has examined `SEARCH_CHUNKS_MAX` or all. So its cost does not depend
-        on the region's size, and the next ones find what it has not reached. ``soft``: which kind.
+        on the region's size, and the next ones find what it has not reached. ``soft``: which kind. While the policy
+        spares what is fresh it is one of its own.
         """
         allocator, size = self._allocator, self._allocator.size
-        kind = need if need > _SMALL_MAX else 0, soft
+        kind = need if need > _SMALL_MAX else 0, self._policy.sparing, soft
         origin = begin = boundary = allocator.boundary_before(self._ends.pop(kind, 0))
         left, examined, wrapped = SEARCH_CHUNKS_MAX, 0, origin == 0
         while boundary < size or not wrapped:

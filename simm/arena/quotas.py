@@ -87,6 +87,14 @@ class Quotas:
             self._of_slot[slot] = 0
             self._used[number - 1] -= chunk
 
+    def dropped_many(self, slots: list[int], offsets: list[int], chunk_bytes: Callable[[int], int]) -> None:
+        """Do :meth:`dropped` for many slots, whose chunks lie at these offsets."""
+        of_slot, used = self._of_slot, self._used
+        for slot, offset in zip(slots, offsets):
+            if number := of_slot[slot]:
+                of_slot[slot] = 0
+                used[number - 1] -= chunk_bytes(offset)
+
     def change(self, limits: Mapping[str, int]) -> bool:
         """Hold namespaces to other limits. Return True if values are there that have yet to be counted. O(namespaces).
         """

@@ -1,4 +1,4 @@
-"""Which slabs the entries of a dead worker lay in: recovery for all entries at once, by numpy.
+"""Many chunks at once. Which slabs the entries of a dead worker lay in: recovery for all of them, by numpy.
 
 A million entries one by one take seconds, in which the worker answers nobody. Slabs whose entries contradict nothing
 are taken over as a whole. What is left, large values and slabs of which something is wrong, goes one by one, which
@@ -7,7 +7,9 @@ tells what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -102,6 +104,15 @@ def reserve_all(
         allocator.set_owner(offset, slot)
         done[at] = True
     return done, refused
+
+
+def free_all(allocator: Allocator, own: array[int], slots: Sequence[int], offsets: Sequence[int]) -> Counter[int]:
+    """Free the chunks of many entries. Return how many lay in each slab. ``own``: the offsets, by slot. O(n)."""
+    free = allocator.free
+    for slot, offset in zip(slots, offsets):
+        free(offset)
+        own[slot] = -1
+    return Counter([offset & -SLAB_BYTES for offset in offsets])
 
 
 def overlapping(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32]) -> NDArray[np.bool_]:

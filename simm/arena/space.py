@@ -14,21 +14,20 @@ near copies of the size class (`simm.arena.marks`), and else
    evicted, as a large value needs neighbours that are free together. It is sought around *anchors*: the oldest large
    values, and the coldest slab of each class. Of the windows older than the own victim, the one that loses least goes,
    in bytes per age. A slab in it goes as a whole.
-3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced. All that is examined
-   around anchors for one call is bounded, and what was fenced in is remembered for a 256th of the region.
+3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced. What is examined
+   around these anchors for one call is bounded, and what was fenced in is remembered for a 256th of the region.
 4. *Any window.* If pins and grants fence all those, the group's entries are searched, then the region, a part at a
    time: each search goes on where the last one ended (`Windows.search`). So a PUT fails only if its value is larger
    than the region, or what it needs is held, granted or hard kept in all that one search examines. If that is so in
    all of the region, it is remembered until something is published, released or unheld. What is soft kept goes only
    here (`simm.arena.marks`).
 
-The first three spare what was just put (`simm.arena.queues`), so that a prompt just put is whole. If all that is older
-is fenced in, by pins, grants or by what is fresh, they are done again without sparing anything; and for a 256th of the
-region the search that spares is not repeated, as it would be in vain at every put.
+The first three spare what was just put (`simm.arena.queues`), so that a prompt just put is whole. Where they end early,
+a part of the region is searched for what spares it too. If all that is older is fenced in, by pins, grants or by what
+is fresh, they are done again without sparing anything, and for a 256th of the region at once: else in vain each time.
 
 The own victims of a batch go together, and their chunks are granted again without having been free. The entries of a
-slab go together too, and its chunks are freed as one. Any other entry takes a callback, which re-enters `release`, and
-nothing else.
+slab go together too, and its chunks are freed as one. Any other entry takes a callback, which re-enters only `release`.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simm.arena.coldest import ANCHORS_MAX, NEVER, USED_MAX, Coldest, Windows, coarse, with_fewest
+from simm.arena.coldest import NEVER, USED_MAX, Coldest, Windows, coarse
 from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Ghosts, Victims
 from simm.arena.eviction import change, make_policy
 from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
 from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
-from simm.arena.rebuild import groups_of, reserve_all
-from simm.constants import KEEP_SHARES, NO_SLOT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
+from simm.arena.rebuild import free_all, groups_of, reserve_all
+from simm.constants import BATCH_KEYS_MAX, KEEP_SHARES, NO_SLOT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import (
     ALIGN_SHIFT,
@@ -67,7 +66,6 @@ from simm.slab import (
 
 #: By group: the size of its chunks on the policy's clock; 0 for large values, which have any.
 _WEIGHTS: Final = (*(size >> ALIGN_SHIFT for size in CHUNK_SIZES), 0)
-
 _NOTHING_HELD: Final = frozenset[int]().__contains__
 
 
@@ -96,16 +94,14 @@ class Space:
         self.policy_name = policy_name
         #: Until this clock no search spares what is fresh, as one found nothing.
         self._crowded_until = 0
-        self._evict = evict
-        self._evict_many = evict_many
+        self._evict, self._evict_many = evict, evict_many
         #: Offset of each slot's chunk, or -1.
         self._offsets = array("q", [-1]) * slots
         #: Held chunks: offset -> number of holds.
         self._holds: dict[int, int] = {}
         #: Held chunks without a slot, freed at their last unhold.
         self._detached: set[int] = set()
-        evictable = lambda base: self._evictable(self._allocator.span_at(base))  # noqa: E731
-        self._coldest = Coldest(self._allocator, self._policy, evictable)
+        self._coldest = Coldest(self._allocator, self._policy, lambda at: self._evictable(self._allocator.span_at(at)))
         may_go = lambda span: self._evictable(span)  # noqa: E731
         self._windows = Windows(
             self._allocator, self._policy, self._coldest, may_go, self._offsets, lambda slot: self._is_held(slot)
@@ -245,8 +241,7 @@ class Space:
         finally:
             if fresh:
                 self._policy.insert_many(fresh, last, weight or self._weight(fresh[0]))
-            if self._known_full:
-                self._known_full.clear()
+            self._known_full.clear()
 
     def replace(self, old: int, new: int, slot: int) -> None:
         """Move ``slot`` from its chunk ``old`` to the granted chunk ``new``, and release ``old``. O(1)."""
@@ -292,6 +287,12 @@ class Space:
             self._offsets[slot] = -1
             self._policy.remove(slot)
 
+    def release_many(self, slots: list[int], offsets: list[int]) -> None:
+        """Do `release` for many entries, none of them held. O(1) each."""
+        for base, count in free_all(self._allocator, self._offsets, slots, offsets).items():
+            self._note_removed(base, count)
+        self.kept.gone_many(slots)
+
     def drop(self, offset: int) -> None:
         """Free an unused granted chunk, or detach it while it is held. O(1)."""
         owner = self._allocator.owner(offset)
@@ -325,18 +326,16 @@ class Space:
     def reserve(self, offset: int, chunk_bytes: int) -> None:
         """Mark the chunk at ``offset`` allocated, as if granted: recovery then publishes or holds it.
 
-        `CorruptionError`, with nothing changed, if it overlaps another. Reserve all before anything is freed or
-        allocated: see `Allocator.reserve`.
+        `CorruptionError`, with nothing changed, if it overlaps another. See `Allocator.reserve` for what must be first.
         """
         self._allocator.reserve(offset, chunk_bytes)
 
     def restore(
         self, slots: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> list[tuple[int, str]]:
-        """Do `reserve` and `publish` for the chunks of recovered entries, the oldest first. Return those refused.
+        """Do `reserve` and `publish` for recovered entries, the oldest first. Return (slot, reason) of those refused.
 
-        Those are (slot, reason) each. The slots are distinct and without a chunk. O(n log n), by numpy but for large
-        values.
+        The slots are distinct and without a chunk. O(n log n), by numpy but for large values.
         """
         done, refused = reserve_all(self._allocator, slots, offsets, sizes)
         np.frombuffer(self._offsets, np.int64)[slots[done]] = offsets[done]
@@ -354,11 +353,11 @@ class Space:
         self._detached.add(offset)
         return slot
 
-    def _note_removed(self, offset: int) -> None:
-        """Note that an entry was removed without eviction: the rest of its slab may be colder than the bounds say."""
+    def _note_removed(self, offset: int, count: int = 1) -> None:
+        """Note entries removed without eviction in a slab: the rest of its slab may be colder than the bounds say."""
         if self._allocator.class_of_slab(offset) < 0:
             self._large_bound = 0
-        elif not self._coldest.lost(offset & -SLAB_BYTES):
+        elif not self._coldest.lost(offset & -SLAB_BYTES, count):
             return
         self._forget_bounds()
 
@@ -411,8 +410,12 @@ class Space:
         if policy.clock >= self._crowded_until:
             if self._evict_coldest(group, need) or self._evict_around_any(need):
                 return True
-            if not self._windows.exhausted:  # else the next call goes on
+            if not self._windows.exhausted:
                 self._crowded_until = policy.clock + self._period // 4
+            elif window := self._windows.search(need)[0]:  # if there is none, the next call goes on with both
+                self._evict_spans(window, WINDOW)
+                return True
+        self._windows.begin()  # else fresh values would evict each other where what spares them has examined much
         policy.sparing = False
         self._bounds[group] = -1
         self._large_bounds.clear()
@@ -463,16 +466,23 @@ class Space:
                 self._evict_slot(slot, reason)
 
     def _evict_slab(self, slab: Span, reason: str, evict_many: Callable[[list[int], list[int]], None]) -> None:
-        allocator, offsets, kept = self._allocator, self._offsets, self.kept
+        """Evict a slab's entries in parts, as one request may: the ring of events takes no more, and readers wait."""
+        allocator, offsets = self._allocator, self._offsets
         owners = allocator.owners_of_slab(slab.offset)
-        if slots := owners.tolist():
-            self.victims.many(slots, CHUNK_SIZES[slab.detail], reason)
-            evict_many(slots, self.offsets_of(owners).tolist())
-            for slot in slots if kept.entries else ():
-                kept.gone(slot)
-            self._policy.remove_many(slots)
-            for slot in slots:
-                offsets[slot] = -1
+        slots, found = owners.tolist(), self.offsets_of(owners).tolist()
+        start = 0
+        try:
+            for start in range(0, len(slots), BATCH_KEYS_MAX):
+                some = slots[start : start + BATCH_KEYS_MAX]
+                self.victims.many(some, CHUNK_SIZES[slab.detail], reason)
+                evict_many(some, found[start : start + BATCH_KEYS_MAX])
+                self.kept.gone_many(some)
+                for slot in some:
+                    offsets[slot] = -1
+        except BaseException:
+            for offset in found[:start]:  # a slot that is gone owns no chunk
+                allocator.free(offset)
+            raise
         allocator.free_slab(slab.offset)
 
     def _evict_coldest(self, group: int, need: int) -> bool:
@@ -509,7 +519,6 @@ class Space:
         """Do `_evict_coldest` for a large value, which may need several neighbours."""
         policy, allocator = self._policy, self._allocator
         size = need.bit_length()
-        window: list[Span] = []
         if own >= 0 and allocator.chunk_bytes(self._offsets[own]) >= need:
             limit, window = policy.since(own), [allocator.span_at(self._offsets[own])]
             if limit <= self._large_bounds.get(size, -1):
@@ -519,15 +528,8 @@ class Space:
             limit, window, _ = self._coldest_window(LARGE_GROUP, need, NEVER)
         reason = OWN
         offers = [allocator.span_at(base) for _, base in self._coldest.each(LARGE_GROUP, limit)]
-        if offers and need > SLAB_BYTES:  # less is lost where a part is free already
-            offers += allocator.largest_free(ANCHORS_MAX)
-        others = []
-        for anchor in offers:
-            other = [anchor] if need <= SLAB_BYTES else self._windows.around(anchor, need)
-            if other and self._windows.since(other) < limit:
-                others.append((sum(map(self._windows.cost, other)), self._windows.entries(other), other))
-        if others:
-            window, reason = with_fewest(others), REASSIGNED if own >= 0 else WINDOW
+        if other := self._windows.around_coldest(offers, need, limit):
+            window, reason = other, REASSIGNED if own >= 0 else WINDOW
         else:
             bound = limit if offers else self._coldest.bound(LARGE_GROUP)
             self._wakes = min(self._look_again, self._coldest.wakes)
@@ -547,7 +549,7 @@ class Space:
                 self._evict_spans(window, WINDOW)
                 return True
             if windows.exhausted:
-                return False
+                break
         windows.note_none(need)
         return False
 

@@ -82,9 +82,7 @@ class Store:
     def __init__(
         self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str, vault: Vault | None, shares: Shares
     ) -> None:
-        self.vault = vault
-        self.geometry = geometry
-        self.incarnation = incarnation
+        self.vault, self.geometry, self.incarnation = vault, geometry, incarnation
         self.now_ms = 0
         self.notes: list[str] = []
         whole = memoryview(mm)
@@ -120,12 +118,12 @@ class Store:
         )  # fmt: skip
         self._lost = LostEntries(self.shard_words, self.table, self._drop_entry)
         readable = self.ledger.namespaces.readable
-        self.groups = Groups(self.table, self.space, self.visited, self.shard_words, readable, self._drop_entry)
+        drop = self._drop_entry, self._drop_many, self.beat
+        self.groups = Groups(self.table, self.space, self.visited, self.shard_words, readable, *drop)
         self.quotas: Quotas | None = None  # as long as no namespace has one
-        self.puts = self.overwrites = self.deletes = self.set_evictions = 0
+        self.puts = self.overwrites = self.deletes = self.set_evictions = self.stale_commits = self.copies = 0
         #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
         self.commit_failures = dict.fromkeys((BAD_REQUEST, WRONG_OWNER, TABLE_FULL, OVER_QUOTA, OLD_EPOCH), 0)
-        self.stale_commits = self.copies = 0
 
     # -- creation and recovery ----------------------------------------------------------------
 
@@ -415,7 +413,7 @@ class Store:
             self.groups.drop_orphans()
 
     def _drop_orphans(self) -> None:
-        """Drop or hide orphans in the middle of something, without making grants, which may evict."""
+        """Drop orphans in the middle of something, without making grants, which may evict."""
         self._apply_entries()
         self.groups.drop_orphans()
 
@@ -542,12 +540,15 @@ class Store:
         """Remove entries from the table, whose chunks at these offsets of the region are granted next."""
         self.groups.leave_many(slots)
         if self.shard_words.moving:
-            for slot in slots:
-                self.shard_words.note_dropped(self.table.entry(slot).digest)
+            self.shard_words.note_dropped_many(self.table.digests(slots))
         self.table.clear_many(slots, [offset + self._data for offset in offsets])
         if self.quotas is not None:
-            for slot, offset in zip(slots, offsets):
-                self.quotas.dropped(slot, self.space.chunk_bytes(offset))
+            self.quotas.dropped_many(slots, offsets, self.space.chunk_bytes)
+
+    def _drop_many(self, slots: list[int], offsets: list[int]) -> None:
+        """Do :meth:`_drop_entry` for many, none of them held: no more than a ring's readers look back."""
+        self._drop_entries(slots, offsets)
+        self.space.release_many(slots, offsets)
 
     def drop_spoilt(self, slot: int) -> None:
         """Empty a slot in which others have stored something, and free its own chunk. Nothing is pending."""

@@ -58,7 +58,6 @@ from .layout import (
     laid_out,
 )
 from .ledger import Ledger
-from .marks.groups import Groups
 from .shard_words import ShardWords
 from .space import Space
 
@@ -209,7 +208,6 @@ class Mended(Protocol):
     space: Space
     geometry: Geometry
     notes: list[str]
-    groups: Groups
 
     def apply_pending(self) -> None: ...
 
@@ -286,4 +284,4 @@ class Mender:
         for slot, (offset, chunk) in enumerate(zip(own.tolist(), store.table.chunks(start, stop)), start):
             if offset >= 0 and slot not in spoilt and chunk != space.chunk_bytes(offset):
                 spoilt.add(slot)
-        return sorted(spoilt - store.groups.hidden.keys())  # these look like that, and go soon
+        return sorted(spoilt)

@@ -49,7 +49,7 @@ class Lister:
         asked &= np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES) >= np.uint64(FROZEN)
         rows = self.at_rest(cursor, stop)
         found = np.flatnonzero(
-            (rows["length"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)]
+            (rows["offset"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)]
             & (rows["kept"] >> np.uint32(UNTIL_BITS) != NEAR)  # a copy is of use on this host only
         )  # fmt: skip
         if len(found) > most:

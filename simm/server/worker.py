@@ -32,7 +32,6 @@ from ..arena.hashing import check_namespace
 from ..arena.namespaces import Sweeper
 from ..arena.quotas import QuotaChanges
 from ..arena.sessions import Session, check_wants
-from ..arena.shard_words import DROP_ENTRIES
 from ..arena.store import Store
 from ..arena.vault import Mender
 from ..config.logs import on_reload
@@ -142,7 +141,6 @@ class Worker(Service):
         self.tally = Tally(loop.clock, store.ledger.namespaces.names.values, store.space.victims.evicted)
         self.shards = ShardRequests(self)
         self._expiring = False  # turns of that are due
-        store.groups.on_hidden = partial(loop.call_later, 0.0, self._drop_hidden)
         store.ledger.namespaces.clock = boottime_ns
         self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)
         store.sessions.recall = self._recall
@@ -234,15 +232,6 @@ class Worker(Service):
                 break
         if store.groups.orphans:  # of near copies
             store.apply_pending()
-
-    def _drop_hidden(self) -> None:
-        """Drop for DROP_S entries that nobody finds any more, and go on later."""
-        store, until = self.store, self.loop.clock() + DROP_S
-        store.apply_pending()
-        while store.groups.drop_hidden(DROP_ENTRIES):
-            if self.loop.clock() >= until:
-                self.loop.call_later(DROP_S, self._drop_hidden)
-                return
 
     # -- connections ------------------------------------------------------------------------------
 

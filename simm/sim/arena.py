@@ -63,10 +63,6 @@ class Slots:
         """Replace a slot's marks."""
         self._marks[slot] = marks
 
-    def hide_many(self, slots: list[int]) -> None:
-        """Raise NotImplementedError: no simulation has groups of so many members."""
-        raise NotImplementedError
-
     def marked(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the slots that have marks, the low words of their digests, and the marks."""
         slots = sorted(slot for slot, marks in self._marks.items() if marks)

@@ -202,9 +202,13 @@ class Worker:
         def drop(slot: int) -> None:
             self._drop(self.arena.slots.entry(slot).digest)
 
+        def drop_many(slots: list[int], _offsets: list[int]) -> None:
+            for slot in slots:
+                drop(slot)
+
         no_uses = memoryview(bytearray(self.arena.slots.slots))
         chunks = Chunks(self)
-        return Groups(self.arena.slots, chunks, no_uses, self.shards, lambda *_: True, drop)
+        return Groups(self.arena.slots, chunks, no_uses, self.shards, lambda *_: True, drop, drop_many, lambda: None)
 
     def _settle(self) -> None:
         """Drop what is left of groups, as the real worker does before its next request."""

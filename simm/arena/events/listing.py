@@ -58,7 +58,7 @@ def entries_in(reader: Mapped, slots: NDArray[np.int64]) -> NDArray[np.void]:
     Whether this worker answers for them is not looked at: of what it has no more, its ring has told.
     """
     rows = at_rest(reader, 0, reader.geometry.slots, slots)
-    there = np.flatnonzero(rows["length"])  # 0: empty, or hidden (`simm.table.Table.hide_many`)
+    there = np.flatnonzero(rows["offset"])
     return _as_entries(rows[there], slots[there])
 
 
@@ -78,7 +78,7 @@ def _pages(reader: Mapped, beat: Callable[[], None]) -> Iterator[NDArray[np.void
     slots = reader.geometry.slots
     for start in range(0, slots, PAGE_SLOTS):
         rows = at_rest(reader, start, min(start + PAGE_SLOTS, slots))
-        there = np.flatnonzero(rows["length"])
+        there = np.flatnonzero(rows["offset"])
         rows = rows[there]
         # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
         mine = words[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)] - np.uint64(1) < np.uint64(FROZEN - 1)

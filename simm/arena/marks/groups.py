@@ -3,9 +3,9 @@
 The members of a group leave together. Whenever one leaves the table, whatever the reason, the others are *orphans*, and
 leave with the next :meth:`Groups.drop_orphans`. One that is held or hard kept then stays, in no group.
 
-One request may make 63 orphans of each key that it names. To drop 250,000 entries takes seconds, in which the worker
-would answer nobody. So more than ORPHANS_MAX are *hidden* first, by numpy: their slots are in use, and nobody finds
-anything in them. They are dropped in later turns, or evicted as any other entry.
+One request may make 63 orphans of each key that it names, 250,000 in all. They go in the same turn, many at once, as
+evictions of a batch do: so nobody sees a part of a group, and whatever counts entries or tells of them is right at any
+time. Readers see heartbeats meanwhile.
 
 Each member's slot has the group's *number* in the upper half of its marks. A number has two parts: 26 bits of a hash of
 all members' digests, and in its lower six bits how many they are, less one. So it is never 0, and a successor that
@@ -32,12 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...constants import GROUP_KEYS_MAX
+from ...constants import BATCH_KEYS_MAX, GROUP_KEYS_MAX
 from ...wire.status import Status
 from ..hashing import SHARD_BITS, SHARD_MASK, shard_of
 from .kept import HARD, KEPT_MASK
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 #: Members that one search for a victim passes over in a row. A policy gives up after somewhat more (REJECTED_MAX).
 PASSED_MAX: Final = 24
 
-#: Orphans that are dropped in one turn. Of more, all are hidden, and dropped later.
-ORPHANS_MAX: Final = 1024
+#: Orphans from which on they are dropped many at once.
+MANY: Final = 24
 
 _COUNT_BITS: Final = (GROUP_KEYS_MAX - 1).bit_length()
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
@@ -88,7 +90,6 @@ class Slots(Protocol):
     def entry(self, slot: int, /) -> Entry: ...
     def marks(self, slot: int, /) -> int: ...
     def set_marks(self, slot: int, marks: int, /) -> None: ...
-    def hide_many(self, slots: list[int], /) -> None: ...
     def marked(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]: ...
 
 
@@ -118,28 +119,27 @@ class Groups:
         words: of the shards: whether the worker takes mutations.
         readable: returns whether an entry's value may be read, by its namespace, digest and flags.
         drop: drops an entry from table and space, after :meth:`leave`.
+        drop_many: the same for at most BATCH_KEYS_MAX, of which none is held, and their chunks' offsets.
+        beat: shows readers that the worker is there.
     """
 
     def __init__(
         self, table: Slots, space: Chunks, visited: memoryview, words: ShardWords,
         readable: Callable[[int, bytes, int], bool], drop: Callable[[int], None],
+        drop_many: Callable[[list[int], list[int]], None], beat: Callable[[], None],
     ) -> None:  # fmt: skip
         self._table = table
         self._space = space
         self._visited = visited
-        self._words = words
         self._accepts = words.accepts
         #: Digests that clients have put into groups while their shard moves in.
         self.told = Told(words)
         self._readable = readable
-        self._drop = drop
+        self._drop, self._drop_many, self._beat = drop, drop_many, beat
         #: By slot: its number XOR that of the next member; empty until the first group.
         self._links = memoryview(b"").cast("I")
         #: Slots whose groups have lost a member. In order, so that runs can be repeated.
         self.orphans: dict[int, None] = {}
-        #: Slots whose entries nobody finds any more, and that are to be dropped; and what is called when some are.
-        self.hidden: dict[int, None] = {}
-        self.on_hidden: Callable[[], None] = lambda: None
         #: By slot: 1 if another member was used, and this one has not been passed over for that.
         self._owed = memoryview(b"")
         #: Members passed over in a row, and the last one.
@@ -228,7 +228,6 @@ class Groups:
         self.orphans = dict.fromkeys(slots[~rows].tolist())
         notes = [f"{len(self.orphans)} entries of groups that are not whole dropped"] if self.orphans else []
         self.drop_orphans()
-        self.drop_hidden(len(self.hidden))
         return notes
 
     def _begin(self) -> None:
@@ -258,19 +257,15 @@ class Groups:
             self._links[slot] = slot ^ mate
             self._owed[slot] = 0
 
-    def _unlink(self, slot: int) -> set[int]:
-        """Undo the ring of ``slot``. Return its slots, itself included."""
+    def _ungroup(self, slot: int) -> None:
+        """Make all members of the group of ``slot`` ordinary entries."""
         ring = self._ring(slot)
+        for mate in ring:
+            self._set_number(mate, 0)
         if len(ring) > 1:
             self.count -= 1
             for mate in ring:
                 self._links[mate] = 0
-        return ring
-
-    def _ungroup(self, slot: int) -> None:
-        """Make all members of the group of ``slot`` ordinary entries."""
-        for mate in self._unlink(slot):
-            self._set_number(mate, 0)
 
     def _set_number(self, slot: int, number: int) -> None:
         self._table.set_marks(slot, self._table.marks(slot) & KEPT_MASK | number << MARK_BITS)
@@ -280,65 +275,58 @@ class Groups:
     def leave_many(self, slots: Sequence[int]) -> None:
         """Do :meth:`leave` for many."""
         if self.used:
+            links, orphans = self._links, self.orphans
             for slot in slots:
-                self.leave(slot)
+                if links[slot]:
+                    self.leave(slot)
+                elif orphans:
+                    orphans.pop(slot, None)
 
     def leave(self, slot: int) -> None:
         """Note that an entry is about to leave the table: the others of its group are orphans."""
         self.orphans.pop(slot, None)
-        self.hidden.pop(slot, None)
-        ring = self._unlink(slot)
-        if len(ring) > 1:
-            ring.remove(slot)
-            self.orphans.update(dict.fromkeys(sorted(ring)))
-
-    def _stays(self, slot: int) -> bool:
-        """Return True if an orphan may not be dropped."""
-        return self._space.is_held(self._space.offset(slot)) or self._space.kept.how(slot) == HARD
+        links = self._links
+        if link := links[slot]:
+            self.count -= 1
+            links[slot] = 0
+            mate, orphans = slot ^ link, self.orphans
+            while mate != slot:
+                orphans[mate] = None
+                link = links[mate]
+                links[mate] = 0
+                mate ^= link
 
     def drop_orphans(self) -> None:
-        """Drop the orphans, or hide them if they are many. Those that are held or hard kept stay, in no group.
-
-        Nothing is pending. Nobody finds an orphan after that. O(orphans); dropped are at most ORPHANS_MAX.
-        """
+        """Drop the orphans. Those that are held or hard kept stay, in no group. Nothing is pending. O(orphans)."""
         orphans = self.orphans
-        if len(orphans) > ORPHANS_MAX:
-            self._hide()
+        if len(orphans) >= MANY:
+            self._drop_all()
+        is_held, offset, how = self._space.is_held, self._space.offset, self._space.kept.how
         while orphans:
             slot, _ = orphans.popitem()
-            if self._stays(slot):
+            if is_held(offset(slot)) or how(slot) == HARD:
                 self._set_number(slot, 0)
                 continue
             self._drop(slot)
             self.evicted += 1
 
-    def _hide(self) -> None:
-        """Hide all orphans but those that stay. About a microsecond each."""
-        slots = []
-        for slot in self.orphans:
-            if self._stays(slot):
-                self._set_number(slot, 0)
-            else:
-                slots.append(slot)
+    def _drop_all(self) -> None:
+        """Do :meth:`drop_orphans` in parts of BATCH_KEYS_MAX, with a heartbeat after each."""
+        slots = [*reversed(self.orphans)]
         self.orphans.clear()
-        words, table = self._words, self._table
-        if words.moving:
-            for slot in slots:
-                words.note_dropped(table.entry(slot).digest)
-        table.hide_many(slots)
-        first = not self.hidden
-        self.hidden.update(dict.fromkeys(slots))
-        if first and slots:
-            self.on_hidden()
-
-    def drop_hidden(self, most: int) -> bool:
-        """Drop at most ``most`` of the hidden entries. Return whether there are more. Nothing is pending. O(most)."""
-        hidden = self.hidden
-        for _ in range(min(most, len(hidden))):
-            slot, _ = hidden.popitem()
-            self._drop(slot)
-            self.evicted += 1
-        return bool(hidden)
+        offsets = [*map(self._space.offset, slots)]
+        hows = map(self._space.kept.how, slots)
+        stay = [held or how == HARD for held, how in zip(map(self._space.is_held, offsets), hows)]
+        if True in stay:
+            for slot in compress(slots, stay):
+                self._set_number(slot, 0)
+            goes = [*map(not_, stay)]
+            slots, offsets = [*compress(slots, goes)], [*compress(offsets, goes)]
+        for start in range(0, len(slots), BATCH_KEYS_MAX):
+            part = slice(start, start + BATCH_KEYS_MAX)
+            self._drop_many(slots[part], offsets[part])
+            self._beat()
+        self.evicted += len(slots)
 
     def is_used(self, slot: int) -> bool:
         """Return True if a policy should pass over a member, as another one of its group was used. See the module."""

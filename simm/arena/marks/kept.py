@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Final, NamedTuple
 
 from ...constants import KEEP_HARD, KEEP_SHARES, KEEP_SOFT, SLAB_BYTES, WAYS
@@ -209,6 +208,14 @@ class KeptEntries:
         if kept is not None:
             self._forget(slot, kept)
 
+    def gone_many(self, slots: Sequence[int]) -> None:
+        """Remove many entries from the policy, and forget them."""
+        if self.entries:
+            for slot in slots:
+                self.gone(slot)
+        self._policy.remove_many(slots)
+        self._changed()
+
     def replaced(self, slot: int) -> None:
         """Take in the new chunk of a kept entry, which the policy has in its size class's group."""
         kept = self.entries[slot]
@@ -226,9 +233,9 @@ class KeptEntries:
         self._enqueue(slot, now.how, size)
 
     def due(self, now: int, most: int) -> list[int]:
-        """Return at most ``most`` slots whose time has come; each is still kept, and the caller ends that. O(most).
+        """Return at most ``most`` slots whose time has come, each once: it is still kept, and the caller ends that.
 
-        There may be more while :meth:`is_due`, also if none is found. O(times) after a long time without a call.
+        There may be more while :meth:`is_due`, also if none is found. O(most); O(times) after a long time without one.
         """
         found: list[int] = []
         due = self._due
@@ -237,9 +244,11 @@ class KeptEntries:
         for at in range(self._due_from, min(now + 1, self._due_from + SECONDS_EACH * most)):
             self._due_from = at
             if (slots := due.get(at)) is not None:
-                found += islice(slots, most - len(found))
-                if len(found) == most:
+                while slots and len(found) < most:  # the last ones: a search from the first would pass all that went
+                    found.append(slots.popitem()[0])
+                if slots:
                     return found
+                del due[at]
             self._due_from = at + 1
         return found
 
@@ -344,10 +353,10 @@ class KeptEntries:
                     del pieces[base]
         if kept.how == HARD and not self._own_pieces[kept.namespace]:
             del self._own_pieces[kept.namespace]
-        slots = self._due[kept.until]
-        del slots[slot]
-        if not slots:
-            del self._due[kept.until]
+        if (slots := self._due.get(kept.until)) is not None:
+            slots.pop(slot, None)
+            if not slots:
+                del self._due[kept.until]
 
     def _count_hard(self, slot: int, namespace: int, more: int) -> None:
         """Count one hard kept entry more, or one less."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import simm.arena.ledger
+import simm.arena.space
 import simm.table
 from simm.arena.eviction import make_policy
 from simm.arena.queues import KeyWords
@@ -105,6 +106,8 @@ class Twin:
     def __init__(self, policy: str, *, many: bool) -> None:
         self.visited = memoryview(bytearray(SLOTS))
         self.batches: list[int] = []
+        #: The numbers of batches that are refused once, from 0 on.
+        self.refused: set[int] = set()
         self.entries: set[int] = set()
         self.singles = 0
         together = self.on_evict_many if many else None
@@ -118,6 +121,9 @@ class Twin:
     def on_evict_many(self, slots: list[int], offsets: list[int]) -> None:
         assert [self.space.offset(slot) for slot in slots] == offsets
         assert not any(self.space.is_held(offset) for offset in offsets)
+        if len(self.batches) in self.refused:
+            self.refused.clear()
+            raise CorruptionError("refused")
         self.entries -= set(slots)
         self.batches.append(len(slots))
 
@@ -183,6 +189,35 @@ def test_the_entries_of_a_slab_go_together(need: int) -> None:
     singly = filled(many=False)
     assert singly.space.allocate(need) == offset and singly.entries == twin.entries
     assert singly.space.evictions == twin.space.evictions and singly.singles == slabs * 128
+
+
+def test_the_entries_of_a_slab_go_in_parts_of_what_one_request_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring of events takes no more at once, and all of a part are odd for as long as it takes."""
+    monkeypatch.setattr(simm.arena.space, "BATCH_KEYS_MAX", 50)
+    twin = filled()
+    assert twin.space.allocate(64 * KIB) >= 0
+    assert twin.batches == [50, 50, 28] and sum(twin.space.evictions.values()) == 128
+    check(twin.space)
+
+
+def test_a_part_that_is_refused_leaves_those_before_it_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots may have other entries by the time at which the slab is evicted after all."""
+    monkeypatch.setattr(simm.arena.space, "BATCH_KEYS_MAX", 50)
+    twin = filled()
+    before = set(twin.entries)
+    twin.refused.add(2)
+    with pytest.raises(CorruptionError, match="refused"):
+        twin.space.allocate(64 * KIB)
+    gone = sorted(before - twin.entries)
+    assert len(gone) == 100 and all(twin.space.offset(slot) < 0 for slot in gone)
+    check(twin.space)
+    offsets = twin.space.allocate_many(16 * KIB, 100)
+    assert len(offsets) == 100 and twin.entries == before - set(gone), "their chunks are free"
+    for slot, offset in zip(gone, offsets):
+        twin.space.publish(offset, slot)
+        twin.entries.add(slot)
+    assert twin.space.allocate(64 * KIB) >= 0
+    check(twin.space)
 
 
 def test_what_nobody_can_read_is_dropped_a_step_for_a_batch() -> None:
@@ -365,7 +400,8 @@ def test_quotas_and_moves_hear_of_each(store: Store, monkeypatch: pytest.MonkeyP
     stored = {digest for digest in (digest_of(f"{each}") for each in range(number)) if store.table.lookup(digest) >= 0}
     told: list[bytes] = []
     monkeypatch.setattr(store.shard_words, "moving", 1)
-    monkeypatch.setattr(store.shard_words, "note_dropped", told.append)
+    split = lambda some: [some[at : at + 16] for at in range(0, len(some), 16)]  # noqa: E731
+    monkeypatch.setattr(store.shard_words, "note_dropped_many", lambda some: told.extend(split(some)))
     assert len(store.sessions.grant(session, CHUNK, 3)) == 3
     left = {digest for digest in stored if store.table.lookup(digest) >= 0}
     assert set(told) == stored - left and len(told) == 3

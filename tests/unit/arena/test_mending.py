@@ -11,7 +11,6 @@ import pytest
 
 from simm.arena.layout import HEADER_BYTES, HEADER_WORDS, SHARDS_BYTES, Geometry, State, Word
 from simm.arena.ledger import Ledger
-from simm.arena.marks import groups
 from simm.arena.sessions import Session
 from simm.arena.space import Space
 from simm.arena.store import Store
@@ -23,7 +22,6 @@ from simm.table import Table
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import FROZEN, MOVING
 from tests.support.consistency import check
-from tests.support.group_world import members
 from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, digest_of, owned
 
@@ -315,18 +313,3 @@ def test_namespaces_are_shown_again(owner: Owner) -> None:
     owner.mender.maintain()
     assert owner.said == [(1, "words")]
     assert bytes(owner.buf[at : at + 14]) == line
-
-
-def test_what_nobody_finds_any_more_is_not_taken_for_spoilt(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of orphans that are yet to be dropped have no digest. A spoilt slot ends all moves."""
-    monkeypatch.setattr(groups, "ORPHANS_MAX", 0)
-    whole = members("w", 20)
-    assert owner.put(whole) == {Status.OK}
-    assert owner.store.groups.mark(whole) == Status.OK
-    assert owner.store.delete(whole[:1]) == [Status.OK] and len(owner.store.groups.hidden) == 19
-    owner.buf[HEADER_BYTES : HEADER_BYTES + 8] = b"spoilt!!"  # the word of a shard
-    owner.mend()
-    assert owner.said == [(1, "words")] and len(owner.store.groups.hidden) == 19
-    owner.store.groups.drop_hidden(19)
-    assert owner.found() == len(KEYS)
-    owner.goes_on()

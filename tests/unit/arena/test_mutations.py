@@ -337,6 +337,7 @@ def no_freeze(patch: Patch) -> None:
 
 def no_memory_of_what_was_dropped(patch: Patch) -> None:
     patch.setattr(ShardWords, "note_dropped", lambda self, digest: None)
+    patch.setattr(ShardWords, "note_dropped_many", lambda self, digests: None)
 
 
 def no_put_if_absent(patch: Patch) -> None:

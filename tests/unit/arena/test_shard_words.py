@@ -403,6 +403,27 @@ def test_too_much_to_remember_ends_the_fall_back(monkeypatch: pytest.MonkeyPatch
     words.check()
 
 
+@pytest.mark.parametrize("most", [3, 40, 100])
+def test_many_are_remembered_as_one_by_one(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(simm.arena.shard_words, "DROPPED_MAX", most)
+    found = []
+    for many in (False, True):
+        words = made()
+        tell(words, 9, s=(INCOMING, 9), t=(OWNER, 9))
+        words.adopt(9, [S], [S])
+        for start in (0, 25):
+            digests = [digest_in(shard, number) for shard in (S, T) for number in range(start, start + 30)]
+            if many:
+                words.note_dropped_many(b"".join(digests))
+                continue
+            for digest in digests:
+                if words.moving:
+                    words.note_dropped(digest)
+        words.check()
+        found.append((words.dropped, words.moving, words.overflows))
+    assert found[0] == found[1] and len(found[0][0]) == (55 if most == 100 else 0)
+
+
 def test_a_fence() -> None:
     words = made()
     tell(words, 9, s=(OWNER, 9), t=(INCOMING, 9))

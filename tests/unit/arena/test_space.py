@@ -374,8 +374,36 @@ def test_a_search_around_victims_goes_on_where_the_last_one_ended(monkeypatch: p
     monkeypatch.setattr(Space, "_evict_anywhere", lambda *_: False)
     gap = range(120, 130)
     assert 0 < _asks(_mixed(2, gap)[0], 16 * MIB, 30) < 20
+    monkeypatch.setattr(coldest.Windows, "search", lambda *_, **__: (None, 0))
+    assert 0 < _asks(_mixed(2, gap)[0], 16 * MIB, 30) < 20
     monkeypatch.setattr(coldest.Fenced, "note", lambda *_: None)
     assert _asks(_mixed(2, gap)[0], 16 * MIB, 30) == 30, "the control: the same anchors each time"
+
+
+def _large_kept(owner: Owner, puts: int) -> int:
+    """Put values of 16 MiB one after the other; return how many of them are still there at the end."""
+    put = [owner.publish(owner.grant(16 * MIB)) for _ in range(puts)]
+    assert len(set(put)) == puts
+    return sum(slot in owner.slots for slot in put)
+
+
+def test_large_values_do_not_evict_each_other_where_what_is_fresh_fences_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search that spares what is fresh is in vain, and may examine no more. All other entries are older."""
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 32 * (coldest.SPAN_CHUNKS + 16))
+    space, owner = _mixed(4, range(256))
+    for base in range(0, owner.size, 6 * SLAB_BYTES):
+        space._policy._put_in[owner.chunks[base].slot] = space._policy._now
+    assert _large_kept(owner, 12) == 12
+
+
+@pytest.mark.parametrize("classes", [1, 2, 4])
+def test_large_values_do_not_evict_each_other_where_pins_fence_much(
+    classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows lead to none from most anchors, but there is room for some values that nothing fences."""
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 64 * (coldest.SPAN_CHUNKS + 16))
+    _, owner = _mixed(classes, range(40, 100))
+    assert _large_kept(owner, 5) == 5
 
 
 def test_what_was_fenced_in_is_looked_at_again_when_the_clock_has_moved() -> None:
@@ -390,6 +418,15 @@ def test_what_was_fenced_in_is_looked_at_again_when_the_clock_has_moved() -> Non
     fenced.least = 3
     fenced.forget_at(1101)
     assert not fenced.has(64, 5000) and fenced.least == coldest.NEVER
+    fenced.note(64, 128, 5000)
+    fenced.keep_for(700)
+    fenced.keep_for(50)
+    fenced.forget_at(1801)
+    assert fenced.has(64, 5000)
+    fenced.forget_at(1802)
+    fenced.note(64, 128, 5000)
+    fenced.forget_at(1903)
+    assert not fenced.has(64, 5000), "once for each search that ended early"
 
 
 @pytest.mark.parametrize("sizes", [(4096, SLAB_CHUNK_BYTES_MAX), (SLAB_CHUNK_BYTES_MAX, 4096)])
@@ -405,6 +442,38 @@ def test_of_what_is_equally_cold_the_fewest_entries_go(sizes: tuple[int, int], n
         owner.space._policy._stamp[slot] = 1
     assert owner.grant(need) >= 0
     assert len(owner.evicted) == 16 * -(-need // SLAB_BYTES)
+    owner.compare()
+
+
+@pytest.mark.parametrize("need", [MIB, 5 * MIB])
+def test_what_is_a_little_colder_goes_whatever_the_entries_are(need: int) -> None:
+    """Few entries are no reason to evict what is younger: else large values would go for each other, not small ones."""
+    owner = Owner(32 * MIB, 9000)
+    policy = owner.space._policy
+    for size in (4096, SLAB_CHUNK_BYTES_MAX):
+        for offset in owner.space.allocate_many(size, 16 * MIB // size):
+            owner.chunks[offset] = Chunk(size)
+            policy.spare_no_more(owner.publish(offset))
+    for slot, offset in owner.slots.items():
+        policy._stamp[slot] = 1 if owner.chunks[offset].size == 4096 else 1 + policy.clock // 100
+    assert owner.grant(need) >= 0
+    assert len(owner.evicted) == 512 * -(-need // SLAB_BYTES)
+    owner.compare()
+
+
+def test_free_room_counts_also_where_all_is_examined_that_one_call_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner(32 * MIB, 400)
+    policy = owner.space._policy
+    free = owner.grant(4 * MIB)
+    for offset in [owner.grant(SLAB_CHUNK_BYTES_MAX) for _ in range(224)]:
+        slot = owner.publish(offset)
+        policy.spare_no_more(slot)
+        policy._stamp[slot] = 1 + (offset < 28 * MIB)  # the coldest slabs are elsewhere
+    owner.drop(free)
+    assert free < 20 * MIB
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 1)
+    assert owner.grant(5 * MIB) >= 0
+    assert len(owner.evicted) == 16, "the rest is free"
     owner.compare()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from simm.arena.hashing import Hasher
 from simm.arena.layout import Word
-from simm.arena.marks import groups, keeping
+from simm.arena.marks import keeping
 from simm.arena.marks.keeping import Keeping
 from simm.arena.marks.kept import HARD, SOFT
 from simm.arena.sessions import Session
@@ -103,26 +103,6 @@ def test_what_ends_at_one_time_ends_in_turns_and_not_at_the_pace_of_the_heartbea
         assert before - len(store.space.kept) <= 50
         took += 1
     assert took == 5 and len(store.space.kept) == 1
-
-
-def test_orphans_of_one_request_are_dropped_in_turns(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "ORPHANS_MAX", 16)
-    store, turns = worker.store, turns_of(worker)
-    wholes = [[_digest(f"p{{{page}}}/{number}") for number in range(30)] for page in range(10)]
-    session = store.sessions.open(1, 1, "a")
-    for whole in wholes:
-        put(store, session, whole)
-    assert store.groups.mark_many(wholes) == [Status.OK] * 10
-    for half in (wholes[:5], wholes[5:]):
-        assert store.delete([whole[0] for whole in half]) == [Status.OK] * 5
-    assert store.table.entries == 290 and len(turns.later) == 1
-    took = 0
-    while turns.later:
-        before = store.table.entries
-        turns.take_one()
-        assert 0 < before - store.table.entries <= 64
-        took += 1
-    assert took == 5 and store.table.entries == 0 and store.space.free_bytes == store.geometry.data_bytes
 
 
 def test_readers_see_a_heartbeat_while_the_kept_entries_of_a_predecessor_end(

@@ -13,17 +13,20 @@ from simm.arena.events import ring as ring_module
 from simm.arena.events.follow import Follower, MappedTable
 from simm.arena.events.ring import EventRing, RingReader
 from simm.arena.hashing import EpochHasher, Hasher, shard_of
+from simm.arena.layout import Geometry
 from simm.arena.reader import ArenaReader
 from simm.arena.shard_words import ShardWords
 from simm.arena.store import Store
-from simm.constants import POLICY_NAMES
+from simm.constants import BATCH_KEYS_MAX, POLICY_NAMES
 from simm.ipc.arena_files import OwnedArena
 from simm.table import Table
 from simm.wire.messages import Status
 from tests.support import trace_replay
+from tests.support.consistency import check
 from tests.support.crash import A, B, C, Operation, fill, lose_shards, new_commit, overwrite
 from tests.support.dose import dose, dosed
 from tests.support.event_claims import Claims, Watcher, attach_to, digest_in, listed, new_ring
+from tests.support.group_world import members
 from tests.support.shards import set_shards
 from tests.support.store_steps import step
 from tests.support.store_world import ALL_SHARDS, World, digest_of, divide, new_segment, owned, remove_segment
@@ -200,9 +203,29 @@ def delete_and_put(world: World) -> Operation:
     return operation
 
 
+def take_apart(world: World) -> Operation:
+    """One DELETE, and the others of many groups go with it."""
+    player = world.join()
+    wholes = [members(number, 20) for number in range(3)]
+    for whole in wholes:
+        for digest in whole:
+            world.put(player, digest, 64)
+    world.store.apply_pending()
+    assert world.store.groups.mark_many(wholes) == [Status.OK] * 3
+
+    def operation() -> None:
+        world.store.delete([whole[0] for whole in wholes])
+        (last,) = wholes[-1][-1:]
+        world.put(player, last, 5000)
+        assert listed(world.reader).keys() == {last}
+        world.store.table.tell()
+
+    return operation
+
+
 SCENES = [
-    evict_one, evict_many, delete, put_and_tell, die, freeze, put_and_freeze, delete_and_put, new_commit, overwrite,
-    lose_shards,
+    evict_one, evict_many, take_apart, delete, put_and_tell, die, freeze, put_and_freeze, delete_and_put, new_commit,
+    overwrite, lose_shards,
 ]  # fmt: skip
 
 
@@ -383,12 +406,13 @@ def test_a_spoilt_slot(segment: OwnedArena) -> None:
 # -- epochs -----------------------------------------------------------------------------------------------
 
 
-def open_store(segment: OwnedArena) -> tuple[Store, memoryview]:
+def open_store(segment: OwnedArena, slots: int = 512) -> tuple[Store, memoryview]:
     """Return a store that is owner of all shards, and the ring that it tells."""
     memory = new_ring()
-    divide(segment, 512)
-    segment.buf[: 1 << 20] = bytes(1 << 20)
-    store = Store.create(segment.mm, slots=512)
+    divide(segment, slots)
+    tables = Geometry.plan(segment.size, slots).data_offset
+    segment.buf[:tables] = bytes(tables)
+    store = Store.create(segment.mm, slots=slots)
     attach_to(store, memory)
     set_shards(store, 1, *owned(ALL_SHARDS, 1))
     store.open()
@@ -482,4 +506,44 @@ def test_issue_what_is_stored_again_before_old_values_are_dropped_stays_publishe
         assert set(whole.names.tolist()) == names
     assert store.delete([EpochHasher("weights", 8)("key 3")]) == [Status.OK]
     assert poll() == there() and len(names) == 199
+    store.release()
+
+
+# -- many at once -----------------------------------------------------------------------------------------
+
+
+def test_issue_a_slab_of_tiny_values_makes_room_for_another_size(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has twice as many entries as the ring takes at once, and no reader finds all of them odd for long."""
+    store, memory = open_store(segment, 1 << 17)
+    watcher = Watcher(memory, ArenaReader(segment.name))
+    session = store.sessions.open(1, 1, "a")
+    together: list[int] = []
+    real = Table.clear_many
+    monkeypatch.setattr(Table, "clear_many", lambda *call: (together.append(len(call[1])), real(*call))[1])
+
+    def put(name: str, size: int, count: int) -> None:
+        grants = store.sessions.grant(session, size, count)
+        assert len(grants) == count
+        puts = [(digest_of(f"{name} {each}"), number, size, 0, 0, 0) for each, (number, _, _) in enumerate(grants)]
+        assert set(store.commit(session, puts)) == {Status.OK}
+        store.apply_pending()
+
+    def tell() -> Claims:
+        store.table.tell()
+        return watcher.catch_up()
+
+    for turn in range(9):
+        put(f"tiny {turn}", 64, 4000)
+    slabs = [store.space._allocator.used_of_slab(base) for base, _ in store.space._allocator.slabs()]
+    assert max(slabs) > ring_module.LOOKBACK and tell() == listed(watcher.reader)
+    turn = 0
+    while max(together, default=0) < 1000:
+        put(f"other {turn}", 100_000, 1)
+        turn += 1
+        assert turn < 200
+    assert sum(together) > ring_module.LOOKBACK and max(together) <= BATCH_KEYS_MAX
+    assert tell() == listed(watcher.reader)
+    check(store)
     store.release()

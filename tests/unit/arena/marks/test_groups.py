@@ -9,18 +9,22 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from simm import table as table_module
 from simm.arena.events import listing
+from simm.arena.events.ring import LOOKBACK
 from simm.arena.hashing import shard_of
+from simm.arena.layout import Word
 from simm.arena.marks import groups as groups_module
 from simm.arena.marks.groups import Groups, is_group, members_of, number_of
-from simm.arena.store import Store
-from simm.constants import GROUP_KEYS_MAX, KEEP_HARD, KEEP_SOFT, POLICY_NAMES
+from simm.constants import BATCH_KEYS_MAX, GROUP_KEYS_MAX, KEEP_HARD, KEEP_SOFT, POLICY_NAMES, SHARD_COUNT
 from simm.errors import CorruptionError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import Status
+from simm.wire.shard_set import MOVING
 from tests.support.consistency import check
 from tests.support.crash import TORN_MAX, Cut, Operation, chosen
 from tests.support.dose import dose
+from tests.support.event_claims import digest_in
 from tests.support.group_world import GroupWorld, check_groups, members
 from tests.support.store_world import digest_of, new_segment, remove_segment
 
@@ -185,107 +189,89 @@ def test_a_spoilt_member_takes_the_others_along(segment: OwnedArena) -> None:
 # -- many orphans at once -----------------------------------------------------------------------------
 
 
-class Counted:
-    """Counts what the groups of a store drop."""
-
-    def __init__(self, store: Store) -> None:
-        self.most = self.count = 0
-        self._drop = store.groups._drop
-        store.groups._drop = self
-
-    def __call__(self, slot: int) -> None:
-        self.count += 1
-        self._drop(slot)
-
-
-def test_one_turn_drops_a_bounded_number_and_nobody_sees_a_part(
-    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A DELETE of one key of each of many groups was carried out to the last member before anything else."""
-    monkeypatch.setattr(groups_module, "ORPHANS_MAX", 8)
-    world = GroupWorld(segment, slots=512)
-    store, player, other = world.store, world.join(), world.join()
-    wholes = [members(number, 6) for number in range(10)]
-    for digest in itertools.chain(*wholes, [digest_of("alone")]):
-        assert world.put(player, digest, 5000)
+def taken_apart(segment: OwnedArena, seed: int) -> tuple[object, ...]:
+    """Delete one member of each of many groups at once. Return what is left, by all who count it."""
+    rng, world = random.Random(seed), GroupWorld(segment, slots=1024)
+    store, player = world.store, world.join()
+    store.set_quotas({"world": 1 << 40})
+    wholes = [members(number, rng.choice([2, 5, 12])) for number in range(30)]
+    single = [digest_of(f"single {number}") for number in range(10)]
+    for digest in itertools.chain(*wholes, single):
+        assert world.put(player, digest, rng.choice([64, 5000, 20_000, 90_000]))
     for whole in wholes:
         world.group(whole)
-    held, hard = wholes[0][1], wholes[0][2]
-    world.pin(player, held)
-    assert store.keep([hard], KEEP_HARD, 60, 0) == [Status.OK]
-    dropped, told = Counted(store), []
-    store.groups.on_hidden = lambda: told.append(store.table.entries)
-    assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 10
-    gone = [digest for whole in wholes for digest in whole[1:] if digest not in (held, hard)]
-    assert dropped.count <= 8 and told == [51] and len(store.groups.hidden) == 48 == len(gone)
-    # Neither the worker nor readers of the arena find any of them, and they are in no list.
-    assert store.exists(gone) == [Status.NOT_FOUND] * 48
-    assert {status for status, *_ in store.locate(other.session, gone)} == {Status.NOT_FOUND}
-    assert {store.locate(None, [each])[0][0] for each in gone} == {Status.NOT_FOUND}
-    assert store.groups.mark(wholes[3][1:]) == Status.NOT_FOUND
-    assert [world.read(digest) for digest in gone] == [None] * 48
-    assert world.reader.slots_of_many(gone) == [-1] * 48
-    listed = listing.entries(world.reader)
-    assert len(listed) == 3 and listed["size"].all()
-    assert store.exists([held, hard, digest_of("alone")]) == [Status.OK] * 3
-    for slot in store.groups.hidden:
-        assert slot in store.table, "its slot is given to nobody"
-    # A value that is put now is another one.
-    again = gone[5]
-    (grant, *_), = store.sessions.grant(player.session, 5000, 1)
-    assert store.commit(player.session, [(again, grant, 5000, 0, 0, 0)]) == [Status.OK]
-    store.apply_pending()
-    turns = 0
-    while store.groups.hidden:
-        before = dropped.count
-        store.groups.drop_hidden(7)
-        assert 0 < dropped.count - before <= 7
-        turns += 1
-    assert turns == 7 and store.groups.evicted == 48 and store.table.entries == 4
-    assert store.exists([again]) == [Status.OK] and store.exists([gone[0]]) == [Status.NOT_FOUND]
+    others = [digest for whole in wholes for digest in whole[1:]]
+    chosen_ones = rng.sample(others, 9)
+    held, hard, soft = (chosen_ones[at::3] for at in range(3))
+    for digest in held:
+        world.pin(player, digest)
+    for how, digests in ((KEEP_HARD, hard), (KEEP_SOFT, soft)):
+        assert store.keep(digests, how, 60, 0) == [Status.OK] * 3
+    for digest in rng.sample(others, 40):
+        store.visited[store.table.lookup(digest)] = 1
+    words = store.shard_words
+    for shard in range(0, SHARD_COUNT, 2):
+        words.words[shard] |= MOVING
+    words._recount()
+    beats = store.header[Word.HEARTBEAT]
+    assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 30
+    left = {digest for digest in (*others, *single) if store.table.lookup(digest) >= 0}
+    assert {*single, *held, *hard} <= left and not left & {*soft}
+    assert {digest_in(row) for row in listing.entries(world.reader)} == left
+    assert store.exists(sorted({*others} - left)) == [words.status_of_miss(each) for each in sorted({*others} - left)]
+    check(store)
     check_groups(store)
-    check(store)
+    told = (
+        left, store.groups.evicted, store.quotas and store.quotas.stats(), store.space.free_bytes, words.dropped,
+        store.space.kept.bytes, store.space.kept.hard_slots, store.header[Word.HEARTBEAT] > beats,
+    )  # fmt: skip
+    world.recover()
+    check_groups(world.store)
+    assert {digest_in(row) for row in listing.entries(world.reader)} == left
+    return told
 
 
-def test_what_is_hidden_is_evicted_and_mended_like_any_other(
-    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups_module, "ORPHANS_MAX", 0)
-    world = GroupWorld(segment, slots=512)
+@pytest.mark.parametrize("seed", dose(range(6), 2))
+def test_many_orphans_go_as_one_by_one(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """In one turn, though in parts. Some were hidden for seconds, and events, quotas and evictions took no notice."""
+    monkeypatch.setattr(groups_module, "MANY", 1 << 30)
+    *naive, beaten = taken_apart(segment, seed)
+    assert not beaten
+    for part in (BATCH_KEYS_MAX, 50, 1):
+        monkeypatch.setattr(groups_module, "MANY", 1)
+        monkeypatch.setattr(groups_module, "BATCH_KEYS_MAX", part)
+        *found, beaten = taken_apart(segment, seed)
+        assert found == naive and beaten
+
+
+def test_one_part_of_many_orphans_is_bounded(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of events takes no more, and there is a heartbeat after each."""
+    monkeypatch.setattr(groups_module, "BATCH_KEYS_MAX", 30)
+    world = GroupWorld(segment, slots=1024)
     store, player = world.store, world.join()
-    whole = members("w", 30)
-    for digest in whole:
-        world.put(player, digest, 100_000)
-    world.group(whole)
-    assert store.delete(whole[:1]) == [Status.OK] and len(store.groups.hidden) == 29
-    room = world.geometry.data_bytes // 100_000
-    for number in range(2 * room):
-        (grant, *_), = store.sessions.grant(player.session, 100_000, 1)
-        assert store.commit(player.session, [(digest_of(f"e{number}"), grant, 100_000, 0, 0, 0)]) == [Status.OK]
-    store.apply_pending()
-    assert not store.groups.hidden, "they were evicted, as nobody has dropped them"
-    check(store)
+    wholes = [members(number, 12) for number in range(20)]
+    for whole in wholes:
+        for digest in whole:
+            assert world.put(player, digest, 64)
+        world.group(whole)
+    parts: list[tuple[int, int]] = []
+    drop = store.groups._drop_many
+
+    def counted(slots: list[int], offsets: list[int]) -> None:
+        parts.append((len(slots), store.header[Word.HEARTBEAT]))
+        drop(slots, offsets)
+
+    store.groups._drop_many = counted
+    assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 20
+    assert [count for count, _ in parts] == [30] * 7 + [10] and len({beats for _, beats in parts}) == 8
+    assert store.table.entries == 0 and store.space.free_bytes == store.geometry.data_bytes
+    assert BATCH_KEYS_MAX < LOOKBACK
 
 
-def test_a_death_while_some_are_hidden(small_segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every store, and before any of them is dropped."""
-    monkeypatch.setattr(groups_module, "ORPHANS_MAX", 0)
-
-    def hiding(world: GroupWorld) -> Operation:
-        marking(world)()
-        return lambda: world.store.delete([TRIPLE[1]])
-
-    world = GroupWorld(small_segment, slots=64)
-    cut = Cut(world, hiding)  # type: ignore[arg-type]
-    seen = set()
-    for frame in chosen(cut.tape.frames, TORN_MAX):
-        cut.show(frame)
-        world.recover()
-        check_groups(world.store)
-        here = [world.store.table.lookup(digest) >= 0 for digest in TRIPLE]
-        seen.add(sum(here))
-        assert not any(here) or (all(here) and world.store.groups.count == 1)
-    assert seen == {0, 3}
+def test_a_death_while_many_are_dropped(small_segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "MANY", 1)
+    monkeypatch.setattr(table_module, "COLUMNS_FROM", 1)
+    test_no_death_leaves_a_part_of_a_group(small_segment, deleting)
 
 
 def test_a_value_that_is_put_over_an_orphan_stays(segment: OwnedArena) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from math import ceil
 
 import pytest
@@ -397,6 +398,29 @@ def test_one_look_at_the_times_is_bounded() -> None:
         for slot in kept.due(60_000, 100):
             kept.end(slot)
     assert looks > 1 and not kept.entries
+
+
+class Second(dict[int, None]):
+    """The entries of one second. A search from the first one on passes all that went: it is quadratic."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("it is searched from the first one on")
+
+
+def test_many_entries_of_one_second_are_not_searched_from_the_first_on() -> None:
+    owner = Keeper(8 * MIB, 400)
+    kept, slots = owner.space.kept, [owner.publish(owner.space_for(65_536)) for _ in range(20)]
+    for slot in slots:
+        owner.keep(slot, SOFT, 10, 1)
+    kept._due[10] = Second(kept._due[10].items())
+    found = []
+    while kept.is_due(10):
+        some = kept.due(10, 3)
+        assert len(some) <= 3
+        found += some
+        for slot in some:
+            kept.end(slot)
+    assert sorted(found) == sorted(slots) and not kept._due
 
 
 def small(slots: int, count: int) -> tuple[Keeper, list[int]]:
