@@ -30,6 +30,8 @@ BEATS_S_MAX: Final = 600.0
 THREADS_MAX: Final = 16
 #: Beyond so many that are not closed yet, no more of those should be taken who send them.
 WAITING_MAX: Final = 64
+#: Who waits looks again after so long without a wake-up, seconds: an interrupt may have cost it one.
+AGAIN_S: Final = 0.1
 
 
 @contextlib.contextmanager
@@ -64,6 +66,9 @@ class Waiters:
     A ``threading.Condition`` gives the lock back and takes it again in Python functions. What a signal's handler raises
     there leaves the lock taken for good, or makes the ``with`` statement release it while another thread has it. Here
     nobody waits within a ``with``: each waits for a lock of its own, and takes the shared one by another ``with``.
+
+    :meth:`notify` wakes one, as dozens of threads may wait for one thing that was given back. A wake-up that its thread
+    does not use goes to the next one. One that an interrupt has cost is made up for after ``AGAIN_S``.
     """
 
     __slots__ = ("_lock", "_waiting")
@@ -77,11 +82,16 @@ class Waiters:
         """Return whether somebody may be waiting."""
         return bool(self._waiting)
 
-    def notify_all(self) -> None:
-        """Wake all who wait. The lock is held. A call that was interrupted is to be made again, which is harmless.
+    def notify(self) -> None:
+        """Wake who has waited longest. The lock is held. Twice is harmless."""
+        waiting = self._waiting
+        if waiting:
+            if waiting[0].locked():
+                waiting[0].release()
+            del waiting[0]
 
-        All, as the one to be woken could be one that does not look any more.
-        """
+    def notify_all(self) -> None:
+        """Wake all who wait. The lock is held. A call that was interrupted is to be made again, which is harmless."""
         waiting = self._waiting
         while waiting:
             if waiting[-1].locked():
@@ -97,17 +107,20 @@ class Waiters:
         mine: threading.Lock | None = None
         while True:
             with self._lock:
-                if mine in self._waiting:
+                woken = mine is not None and mine not in self._waiting
+                if mine is not None and not woken:
                     self._waiting.remove(mine)
                 left = until - time.monotonic()
                 if (mine is None or late or left > 0) and met():
                     return True
                 if left <= 0:
+                    if woken:
+                        self.notify()
                     return False
                 mine = threading.Lock()
                 mine.acquire()
                 self._waiting.append(mine)
-            mine.acquire(True, min(left, threading.TIMEOUT_MAX))
+            mine.acquire(True, min(left, AGAIN_S))
 
 
 class Closer:

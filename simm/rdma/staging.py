@@ -159,7 +159,7 @@ class StagingPool:
         if not taken:
             if self._changed:  # the call before may have been interrupted before it told them
                 with self._lock:
-                    self._changed.notify_all()
+                    self._changed.notify()
             return
         good = taken if fit is None else [block for block in taken if block in fit]
         bad = [] if fit is None else [block for block in taken if block not in fit]
@@ -167,7 +167,7 @@ class StagingPool:
             if taken:
                 self._free[:] = bad + self._free + good
                 taken[:] = ()
-            self._changed.notify_all()
+            self._changed.notify()
 
     # -- whole buffers --------------------------------------------------------------------------------
 

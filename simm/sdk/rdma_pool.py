@@ -256,7 +256,7 @@ class RdmaPath(Path):
             if hold.counted:
                 self._connections -= 1
                 hold.counted = False
-            self._changed.notify_all()
+            self._changed.notify()
             return not self._connections
 
     def release(self, connection: RdmaConnection) -> None:
@@ -279,7 +279,7 @@ class RdmaPath(Path):
                     self._idle += (connection,)
                 hold.connection = None  # another call may have it from now on
                 hold.counted = False
-                self._changed.notify_all()
+                self._changed.notify()
                 return
         try:
             self._end(connection)

@@ -285,10 +285,11 @@ def unregistered(memory: Iterable[object], links: Sequence[PairedLink]) -> bool:
     """Return whether some of this host memory is not registered with the device of each queue pair.
 
     All of it is registered here with all of them, as far as it can be: what is left out now would be registered while
-    the transfer's deadline runs. O(memory), and milliseconds a MiB at its first use.
+    the transfer's deadline runs. What could not be registered before is tried again, until one cannot. O(memory), and
+    milliseconds a MiB at its first use.
     """
     known: set[int] = set()
-    found = False
+    found = failed = False
     for each in memory:
         registration = each.registration if isinstance(each, Span) else None
         if registration is None:
@@ -296,8 +297,8 @@ def unregistered(memory: Iterable[object], links: Sequence[PairedLink]) -> bool:
         elif id(registration) not in known:
             known.add(id(registration))
             for link in links:
-                if registration.lkey(link.rail, again=True) is None:
-                    found = True
+                if registration.lkey(link.rail, again=not failed) is None:
+                    found = failed = True
     return found
 
 

@@ -184,7 +184,8 @@ class Replicas:
         last = {digest: position for position, digest in enumerate(digests)}
         with self._routes.patience() as patience:
             found = self._gets.read_many(copies, [memoryview(bytearray(1)) for _ in copies], patience)
-            self.counters["misses"] -= found.count(MISS)
+            absent = found.count(MISS)
+            self.counters["misses"] -= absent
             for position, digest in enumerate(digests):
                 mine = found[self._all_of(position)]
                 if UNAVAILABLE in mine and any(got not in (MISS, UNAVAILABLE) for got in mine):
@@ -207,7 +208,8 @@ class Replicas:
             every = self._all_of(position)
             unseen = {copy for copy, got in zip(copies[every], found[every]) if got == UNAVAILABLE}
             statuses[position] = Status.UNAVAILABLE if position in left and unseen - new else Status.OK
-            self.counters["single_copies"] += answers.count(Status.OK) < len(answers)
+            if answers.count(Status.OK) < len(answers):
+                self.counters["single_copies"] += 1
             for copy, got in zip(copies[every], found[every]):
                 if got not in (MISS, UNAVAILABLE) and copy not in new:
                     old.append(copy)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simm.host import threads as threads_module
 from simm.host.threads import Waiters
 from tests.support.interrupts import Interrupted, everywhere
 from tests.support.waiting import wait_until
@@ -169,3 +170,64 @@ def test_a_wake_up_that_was_interrupted_is_made_again() -> None:
         room.give(1)
         for thread in threads:
             thread.join(WAIT_S)
+
+
+def test_one_wake_up_makes_one_thread_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else dozens of threads look for each connection that is given back, and all but one in vain."""
+    monkeypatch.setattr(threads_module, "AGAIN_S", WAIT_S)
+    room = Room()
+    looks: list[int] = []
+
+    def look() -> bool:
+        looks.append(1)
+        return room.take()
+
+    threads = [threading.Thread(target=room.changed.wait_for, args=(look, time.monotonic() + WAIT_S)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(room.changed._waiting) == 8, "they wait")
+    for given in range(8):
+        looks.clear()
+        with room.lock:
+            room.left += 1
+            room.changed.notify()
+        wait_until(lambda: room.left == 0, "one has taken it")
+        assert len(looks) == 1 and len(room.changed._waiting) == 7 - given
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_a_wake_up_that_comes_too_late_goes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "AGAIN_S", WAIT_S)
+    room = Room()
+    got: dict[str, bool] = {}
+
+    def wait(name: str, until: float) -> None:
+        got[name] = room.changed.wait_for(room.take, until, late=False)
+
+    soon = time.monotonic() + 0.2
+    threads = []
+    for count, (name, until) in enumerate([("late", soon), ("next", soon + WAIT_S)], 1):
+        threads.append(threading.Thread(target=wait, args=(name, until)))
+        threads[-1].start()
+        wait_until(lambda count=count: len(room.changed._waiting) == count or "late" in got, "it waits")
+    with room.lock:
+        room.left = 1
+        room.changed.notify()
+        while time.monotonic() < soon:  # who was woken needs the lock to look
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert got == {"late": False, "next": True}
+
+
+def test_a_lost_wake_up_costs_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "AGAIN_S", 0.01)
+    room = Room()
+    thread = threading.Thread(target=room.changed.wait_for, args=(room.take, time.monotonic() + WAIT_S))
+    thread.start()
+    wait_until(lambda: bool(room.changed), "it waits")
+    with room.lock:
+        room.left = 1  # and nobody is told
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not room.left
