@@ -468,17 +468,16 @@ class Store:
         words = self.shard_words
         statuses = []
         for at, digest in enumerate(digests):
+            if at & 255 == 255 and self.groups.used:  # each may take a large group apart
+                self.beat()
             if not words.accepts(shard_of(digest)):
                 statuses.append(Status.WRONG_OWNER)
                 continue
             slot = self.table.lookup(digest)
-            if slot >= 0:
-                if sizes is not None and self.table.entry(slot).length != sizes[at]:
-                    statuses.append(Status.NOT_FOUND)
-                    continue
+            if slot >= 0 and (sizes is None or self.table.entry(slot).length == sizes[at]):
                 self._drop_entry(slot)
                 self.deletes += 1
-            elif words.moving and words.status_of_miss(digest) == Status.PREVIOUS:
+            elif slot < 0 and words.moving and words.status_of_miss(digest) == Status.PREVIOUS:
                 words.note_dropped(digest)
             else:
                 statuses.append(Status.NOT_FOUND)

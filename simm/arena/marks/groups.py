@@ -312,21 +312,21 @@ class Groups:
 
     def _drop_all(self) -> None:
         """Do :meth:`drop_orphans` in parts of BATCH_KEYS_MAX, with a heartbeat after each."""
-        slots = [*reversed(self.orphans)]
-        self.orphans.clear()
-        offsets = [*map(self._space.offset, slots)]
-        hows = map(self._space.kept.how, slots)
-        stay = [held or how == HARD for held, how in zip(map(self._space.is_held, offsets), hows)]
-        if True in stay:
-            for slot in compress(slots, stay):
-                self._set_number(slot, 0)
-            goes = [*map(not_, stay)]
-            slots, offsets = [*compress(slots, goes)], [*compress(offsets, goes)]
-        for start in range(0, len(slots), BATCH_KEYS_MAX):
-            part = slice(start, start + BATCH_KEYS_MAX)
-            self._drop_many(slots[part], offsets[part])
+        orphans, space = self.orphans, self._space
+        while orphans:
+            slots = [orphans.popitem()[0] for _ in range(min(BATCH_KEYS_MAX, len(orphans)))]
+            offsets = [*map(space.offset, slots)]
+            hows = map(space.kept.how, slots)
+            stay = [held or how == HARD for held, how in zip(map(space.is_held, offsets), hows)]
+            if True in stay:
+                for slot in compress(slots, stay):
+                    self._set_number(slot, 0)
+                goes = [*map(not_, stay)]
+                slots, offsets = [*compress(slots, goes)], [*compress(offsets, goes)]
+            if slots:
+                self._drop_many(slots, offsets)
+                self.evicted += len(slots)
             self._beat()
-        self.evicted += len(slots)
 
     def is_used(self, slot: int) -> bool:
         """Return True if a policy should pass over a member, as another one of its group was used. See the module."""

@@ -87,12 +87,16 @@ class ShardRequests:
         self._drop_due = False
         store.apply_pending()
         while store.drop_some() or (store.stale.due and store.stale.step()):
+            if store.groups.orphans:  # of this step, and within this turn's time
+                store.apply_pending()
             if not (store.shard_words.clearing or store.stale.first):
                 self._answer_ordered()
             if clock() >= until:
                 self._drop_due = True
                 self._worker.loop.call_later(DROP_S, self._drop_lost)
                 return
+        if store.groups.orphans:
+            store.apply_pending()
         self._answer_ordered()
 
     def _answer_ordered(self) -> None:

@@ -268,6 +268,27 @@ def test_one_part_of_many_orphans_is_bounded(segment: OwnedArena, monkeypatch: p
     assert BATCH_KEYS_MAX < LOOKBACK
 
 
+def test_the_heartbeat_moves_while_a_delete_takes_groups_apart(segment: OwnedArena) -> None:
+    """Readers wait for half a second. It moves before the first part is dropped, too."""
+    world = GroupWorld(segment, slots=4096)
+    store, player = world.store, world.join()
+    wholes = [members(number, 3) for number in range(600)]
+    for whole in wholes:
+        for digest in whole:
+            assert world.put(player, digest, 64)
+        world.group(whole)
+    left: list[int] = []
+    real = store.groups.leave
+
+    def counted(slot: int) -> None:
+        left.append(store.header[Word.HEARTBEAT])
+        real(slot)
+
+    store.groups.leave = counted  # type: ignore[method-assign]
+    assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 600
+    assert len(left) >= 600 and len(set(left[:600])) >= 3
+
+
 def test_a_death_while_many_are_dropped(small_segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups_module, "MANY", 1)
     monkeypatch.setattr(table_module, "COLUMNS_FROM", 1)
