@@ -10,7 +10,7 @@ What can go wrong, and what we chose
 ------------------------------------
 * *A storm of changes* (a thousand servers join at once). Changes are collected for ``SETTLE_S``, then stored and pushed
   once. A subscriber that has not taken its last map gets the newest when it has, never a queue of them. Pushes go out
-  ``PUSHES_PER_TURN`` a turn, so that heartbeats are read in between.
+  ``MAPS_PER_TURN`` a turn, so that heartbeats are read in between.
 * *Killed between a change and its storing.* No map is sent before it is stored. Nor must an epoch that was sent name
   another map later. So the file *reserves* epochs, and the next manager goes on beyond them (``cluster/recovery.py``).
   DRAIN is answered when it is stored, others at once: servers say again what a manager does not know.
@@ -73,7 +73,7 @@ from .control.links import (
 from .control.pages import ManagerPages, Standing
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper, stored_cluster
-from .control.waiting import Waiting
+from .control.waiting import MAPS_PER_TURN, Waiting
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
 from .net.http import Web
 from .net.listeners import bound_address, open_listener
@@ -95,7 +95,6 @@ from .wire.messages import Status, status_name
 log = logging.getLogger("simm.manager")
 
 SETTLE_S: Final = 0.02
-PUSHES_PER_TURN: Final = 128
 #: Longest time between two runs of maintenance; a quarter of a heartbeat if that is shorter.
 MAINTAIN_S: Final = 0.25
 #: What only the data server itself may say.
@@ -435,7 +434,7 @@ class Manager(Service):
 
     def _push_some(self) -> None:
         self._leads()  # if not, the connections are closed
-        for _ in range(min(PUSHES_PER_TURN, len(self._to_push))):
+        for _ in range(min(MAPS_PER_TURN, len(self._to_push))):
             peer = self._to_push.popleft()
             if not peer.closed and peer.context.stale and not peer.out:
                 self._push(peer, peer.context)

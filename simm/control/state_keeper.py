@@ -4,7 +4,7 @@ Rules, for which ``manager.py`` gives the reasons:
 
 * Nothing is sent before it is stored, unless the disk fails, or a save takes longer than ``PATIENCE_S``. With a
   coordinator nothing is ever sent before, so that a successor never knows less than the servers.
-* A stored state reserves epochs: it names one ``reserve`` further on, and a manager that was killed continues there.
+* A stored state reserves epochs: it names one ``reserve`` further on, and the next manager goes on beyond that one.
 * A failed save is logged, counted, and repeated after a while.
 
 A save in a file is made by a thread. An ``fsync`` takes milliseconds on an idle disk, and many seconds on one that is

@@ -20,8 +20,8 @@ from ..wire.messages import Status
 
 #: Requests of one connection that may wait.
 OF_PEER_MAX: Final = 8
-#: Connections that are answered in one turn.
-ANSWERED_PER_TURN: Final = 128
+#: Connections that get the map in one turn, by answers or by pushes.
+MAPS_PER_TURN: Final = 128
 
 
 class Waiting:
@@ -59,11 +59,11 @@ class Waiting:
         self._of.pop(peer, None)
 
     def take(self, loop: Loop, answer: Callable[[], None]) -> list[tuple[Peer, int, Answer | None]]:
-        """Return the requests of the connections that have waited longest; they wait no more. O(ANSWERED_PER_TURN).
+        """Return the requests of the connections that have waited longest; they wait no more. O(MAPS_PER_TURN).
 
         If others wait, ``answer`` is called in the next turn of the loop, and takes the next ones.
         """
-        found = list(itertools.islice(self._of, ANSWERED_PER_TURN))
+        found = list(itertools.islice(self._of, MAPS_PER_TURN))
         taken = [(peer, number, said) for peer in found for number, said in self._of.pop(peer)]
         if self._of and not self._going_on:
             self._going_on = True

@@ -17,7 +17,7 @@ import pytest
 from simm import manager as manager_module
 from simm.cluster.machine import Cluster
 from simm.control.state_file import StateFile
-from simm.control.waiting import ANSWERED_PER_TURN
+from simm.control.waiting import MAPS_PER_TURN
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
@@ -423,7 +423,7 @@ def test_who_waits_for_the_map_gets_it_once() -> None:
     loop = Loop(lambda: now[0])
     with contextlib.closing(loop), contextlib.ExitStack() as stack:
         manager = Manager(loop)
-        server, *talks = [Talk(loop, manager) for _ in range(1 + ANSWERED_PER_TURN + 20)]
+        server, *talks = [Talk(loop, manager) for _ in range(1 + MAPS_PER_TURN + 20)]
         for talk in (server, *talks):
             stack.enter_context(contextlib.closing(talk.sock))
         manager.cluster._recovery.until = 1e9  # a lost map is collected: all wait

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from simm.control import waiting as waiting_module
-from simm.control.waiting import ANSWERED_PER_TURN, OF_PEER_MAX, Waiting
+from simm.control.waiting import MAPS_PER_TURN, OF_PEER_MAX, Waiting
 
 
 class Peer:
@@ -57,27 +57,27 @@ class World:
 def test_a_turn_answers_a_bounded_number_of_connections() -> None:
     world = World()
     world.allowed = False
-    peers = [Peer() for _ in range(3 * ANSWERED_PER_TURN + 5)]
+    peers = [Peer() for _ in range(3 * MAPS_PER_TURN + 5)]
     for peer in peers:
         world.ask(peer, 1)
     world.allowed = True
     world.answer()
-    assert len(world.answered) == ANSWERED_PER_TURN
+    assert len(world.answered) == MAPS_PER_TURN
     late = [Peer() for _ in range(4)]
     for peer in late:
         world.ask(peer, 1)
-    assert len(world.answered) == ANSWERED_PER_TURN, "who asks now waits for its turn"
+    assert len(world.answered) == MAPS_PER_TURN, "who asks now waits for its turn"
     sizes = []
     while world.turns.due:
         before = len(world.answered)
         world.turns.turn()
         sizes.append(len(world.answered) - before)
-    assert max(sizes) <= ANSWERED_PER_TURN
+    assert max(sizes) <= MAPS_PER_TURN
     assert [peer for peer, _ in world.answered] == peers + late and len(world.waiting) == 0
 
 
 def test_each_request_is_answered_once_against_a_naive_model(monkeypatch: Any) -> None:
-    monkeypatch.setattr(waiting_module, "ANSWERED_PER_TURN", 3)
+    monkeypatch.setattr(waiting_module, "MAPS_PER_TURN", 3)
     for seed in range(100):
         rng, world = random.Random(seed), World()
         peers: list[Any] = [Peer() for _ in range(12)]
@@ -111,14 +111,14 @@ def test_each_request_is_answered_once_against_a_naive_model(monkeypatch: Any) -
 def test_a_manager_that_steps_down_forgets_them() -> None:
     world = World()
     world.allowed = False
-    peers = [Peer() for _ in range(2 * ANSWERED_PER_TURN)]
+    peers = [Peer() for _ in range(2 * MAPS_PER_TURN)]
     for peer in peers:
         world.ask(peer, 1)
     world.allowed = True
     world.answer()
     world.waiting.clear()
     world.turns.turn()
-    assert len(world.answered) == ANSWERED_PER_TURN and not world.turns.due
+    assert len(world.answered) == MAPS_PER_TURN and not world.turns.due
     world.ask(peers[0], 2)
     assert world.answered[-1] == (peers[0], 2)
 
