@@ -109,7 +109,7 @@ def test_more_gets(options: dict[str, int]) -> None:
 # --- grants -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "states"), [*zip(GRANTS, (2_126, 2_126, 35_330))])
+@pytest.mark.parametrize(("options", "states"), dose([*zip(GRANTS, (2_126, 2_126, 35_330))], quick=2))
 def test_grants(options: dict[str, int], states: int) -> None:
     model = rdma_grants.GrantModel(**options)
     found = explore_states(model)

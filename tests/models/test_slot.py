@@ -130,11 +130,9 @@ def test_a_shard_moves(options: dict[str, int]) -> None:
     assert found.states > 9_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "name",
-    dose(
-        [pytest.param(name, marks=[pytest.mark.slow] * (name == "not_heard")) for name in shard_move.BUGS], quick=4
-    ),
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "not_heard")) for name in shard_move.BUGS]
 )
 def test_a_bug_injected_into_a_move_is_found(name: str) -> None:
     model = shard_move.MoveModel((name,), **shard_move.SMALLEST[name])

@@ -6,6 +6,7 @@ clients no server ever answers: a call of an engine waits one deadline.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -303,10 +304,11 @@ MOONCAKE: dict[str, tuple[Callable[[Any, int], Any], Any]] = {
 def took(module: Any, silent: Silent, name: str) -> float:
     """Make a call of a new engine that knows its generation; how long it took. Its answer is that of misses."""
     client = Client("{}:{}".format(*silent.manager.address), deadline_s=SILENT_DEADLINE_S, path="tcp")
-    with client:
+    with client, contextlib.ExitStack() as at_the_end:
         if name in SGLANG:
             pool = Pool(pages=PAGES)
             made = module.HiCacheSimm(Config(), {}, client=client)
+            at_the_end.callback(made.close)  # or it tries for a minute to register its scheme
             made.register_mem_pool_host(pool)
             keyspace, (call, wanted), more = made._keyspace, SGLANG[name], pool
         else:

@@ -303,19 +303,18 @@ def test_widths_share_groups_of_heads_if_they_are_told_to(engine: Engines) -> No
     assert one.batch_exists(KEYS) == 0 and one.batch_exists(KEYS[1:]) == 7, "half a page is none"
 
 
-def settle() -> None:
-    """Wait until no registration is under way."""
-    for each in threading.enumerate():
-        if each.name == "simm-scheme":
-            each.join()
+def settle(engine: Engines) -> None:
+    """Wait until no registration of these backends is under way."""
+    wait_until(lambda: all(each._registrar.settled(0.1) for each in engine.made), "an end of registering")
 
 
 # -- what routers are told ---------------------------------------------------------------------------------
 
 
-def asked(client: FakeClient, pool: Pool, salt: str | None = None) -> list[tuple[int, int]]:
+def asked(engine: Engines, pool: Pool, salt: str | None = None) -> list[tuple[int, int]]:
     """Return for each scheme that is registered how many keys the prompt has, and how many of them are stored."""
-    settle()
+    settle(engine)
+    client = engine.clients[0]
     found = []
     for scheme in registry.registered(client, "model"):
         keys, per_page = scheme.keys(list(range(8 * pool.page_size)), Request(cache_salt=salt))
@@ -331,20 +330,19 @@ def test_the_keys_of_a_prompts_pages_are_what_is_registered(engine: Engines, ran
     pool = filled(12, **fields)
     hashes = page_hashes(list(range(8 * pool.page_size)), pool.page_size)
     backends = [engine(pool, tp_rank=rank, tp_size=ranks, is_mla_model=mla) for rank in range(ranks)]
-    client = engine.clients[0]
     values = 1 if mla else ranks
     for rank, backend in reversed(list(enumerate(backends))):
         assert backend.batch_set_v1(hashes, pool.indices(*ROWS)) == [True] * 8
-        assert len(asked(client, pool)) == (rank == 0)
-    assert asked(client, pool) == [(8 * values, 8 * values)]
-    assert asked(client, pool, "salt") == [(8 * values, 0)], "of other requests"
+        assert len(asked(engine, pool)) == (rank == 0)
+    assert asked(engine, pool) == [(8 * values, 8 * values)]
+    assert asked(engine, pool, "salt") == [(8 * values, 0)], "of other requests"
     backends[0].clear()
-    assert asked(client, pool) == [(8 * values, 0)], "nobody reads the old ones any more"
+    assert asked(engine, pool) == [(8 * values, 0)], "nobody reads the old ones any more"
     assert backends[0].batch_set_v1(hashes[:3], pool.indices(0, 1, 2)) == [True] * 3
-    assert asked(client, pool) == [(8 * values, 3)], "in place of the one before the flush"
+    assert asked(engine, pool) == [(8 * values, 3)], "in place of the one before the flush"
     other = engine(filled(13, layout="layer_first", **fields), tp_size=ranks, is_mla_model=mla)
     assert other.batch_set_v1(hashes[:1], pool.indices(0)) == [True]
-    assert asked(client, pool) == [(8 * values, 3), (8 * values, 1)], "another form of pages, beside it"
+    assert asked(engine, pool) == [(8 * values, 3), (8 * values, 1)], "another form of pages, beside it"
 
 
 def test_with_eagle_pages_are_of_pairs_of_tokens(engine: Engines, served: Served) -> None:
@@ -354,7 +352,7 @@ def test_with_eagle_pages_are_of_pairs_of_tokens(engine: Engines, served: Served
     hashes = page_hashes(tokens, pool.page_size, bigram=True)
     backend = engine(pool)
     assert backend.batch_set_v1(hashes, pool.indices(*ROWS)) == [True] * 8
-    settle()
+    settle(engine)
     client = engine.clients[0]
     (scheme,) = registry.registered(client, "model")
     assert stored(client, scheme, tokens, Request(), generations={}, libraries={}).tokens == 8 * pool.page_size
@@ -370,13 +368,13 @@ def test_what_cannot_be_told_is_not_registered(engine: Engines, store: FakeStore
     pool = filled(14)
     backend = engine(pool, **config)
     assert stores(backend, pool)
-    assert asked(engine.clients[0], pool) == []
+    assert asked(engine, pool) == []
     plain = engine(pool)
     engine.clients[-1].get_into_many = None  # type: ignore[method-assign, assignment]
     assert plain.batch_set_v1(KEYS[:1], pool.indices(0)) == [True], "a registration that fails harms nothing"
     wait_until(lambda: plain._registrar._said, "a line in the log")
     plain.close()
-    assert asked(engine.clients[0], pool) == []
+    assert asked(engine, pool) == []
 
 
 def test_another_width_than_the_heads_allow_stores_nothing(engine: Engines) -> None:
