@@ -2,7 +2,7 @@
 
 Exit codes
     0    success; for exists: every key is stored
-    1    a key was not found or not stored; a check failed; a server could not start
+    1    a key was not found or not stored; a check failed; a server could not start; the system lacks something now
     2    wrong usage, wrong settings, or the cluster cannot be reached
     130  Ctrl-C (143 for SIGTERM, 129 for SIGHUP), after all started processes have ended
     141  the reader of stdout closed it early (``| head``); prints no message
@@ -28,6 +28,12 @@ EXIT_NO: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 EXIT_PIPE: Final = 141
+
+#: What the system lacks at the moment. A unit tries again, which it does not after EXIT_USAGE.
+_OF_NOW: Final = frozenset((
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EADDRINUSE, errno.EADDRNOTAVAIL,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO, errno.ESTALE,
+))  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +97,8 @@ def guarded(run: Callable[[], int], prog: str) -> int:
         return EXIT_USAGE if isinstance(exc, (UsageError, ConfigError, TransportError)) else EXIT_NO
     except OSError as exc:
         print(f"{prog}: {printable(_os_text(exc))}", file=sys.stderr)
-        return EXIT_USAGE
+        # Below 0 are those of names that are not known, or not yet.
+        return EXIT_NO if exc.errno in _OF_NOW or (exc.errno or 0) < 0 else EXIT_USAGE
     except MemoryError:
         print(f"{prog}: out of memory; use smaller values or a smaller --working-set", file=sys.stderr)
         return EXIT_NO

@@ -33,12 +33,12 @@ except simm.errors.ConfigError as exc:
 """
 
 
-def unit(path: Path) -> configparser.SectionProxy:
-    """Return the part [Service] of a unit."""
+def unit(path: Path, part: str = "Service") -> configparser.SectionProxy:
+    """Return a part of a unit."""
     parser = configparser.ConfigParser(strict=False, interpolation=None, comment_prefixes="#")
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(path)
-    return parser["Service"]
+    return parser[part]
 
 
 def tool(name: str) -> str:
@@ -83,6 +83,7 @@ def test_the_unit_waits_until_it_serves_and_watches_it(path: Path) -> None:
     assert service["ExecReload"] == "kill -HUP $MAINPID", "rotates logs"
     assert service["LimitCORE"] == "0", "a core file has tokens in it"
     assert service["Restart"] == "on-failure" and service["RestartPreventExitStatus"] == "2"
+    assert unit(path, "Unit")["StartLimitIntervalSec"] == "0", "five failed starts in 10 s would be the last"
 
 
 def test_a_restart_keeps_the_values() -> None:

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from ...errors import UsageError
+from ...errors import SimmError
 from ...net.loop import Loop
 from . import zmtp
 from .claims import Delta
@@ -66,7 +66,7 @@ class Outlet:
         everything: returns all claims as they are after the last message.
         settled: returns False before that is known.
 
-    Raises UsageError for an address that cannot be bound.
+    Raises SimmError for an address that cannot be bound.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Outlet:
         self.stream = Door(loop, stream, "PUB", self._subscribed, self._of_stream)
         try:
             self.replay = Door(loop, replay, "ROUTER", self._asked, self._of_replay)
-        except UsageError:
+        except SimmError:
             self.stream.close()
             raise
         self._send(message([FORMS[form][1]]))  # what an earlier publisher said is void

@@ -12,6 +12,7 @@ without end takes the room of others as long as they are fewer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -22,7 +23,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from ...errors import UsageError
+from ...errors import SimmError, UsageError
+from ...ipc.segments import SOCKET_PATH_BYTES_MAX
 from ...net.admission import origin_of
 from ...net.listeners import bound_address, listen_tcp, listen_unix, received, tune
 from ...net.loop import Loop
@@ -30,6 +32,7 @@ from . import zmtp
 
 log = logging.getLogger("simm.index.publish")
 
+_PORT_MAX: Final = 65535
 #: Peers of one socket.
 PEERS_MAX: Final = 256
 #: Topics of one subscriber, and questions of one peer that wait for the answers before them.
@@ -87,7 +90,8 @@ class Door:
         said: takes what a peer says that is no part of the protocol. May raise zmtp.BadPeer.
         more: returns what a peer is to be sent next, nothing if there is nothing now.
 
-    Raises UsageError for an address that cannot be bound.
+    Raises UsageError for what is no address, or one that this user may not have. Raises SimmError for what the next
+    start may find mended: an address that is taken or not this host's yet, a name that is not known, no descriptor.
     """
 
     def __init__(
@@ -113,17 +117,24 @@ class Door:
         scheme, _, rest = address.partition("://")
         try:
             if scheme == "ipc":
+                if len(os.fsencode(rest)) > SOCKET_PATH_BYTES_MAX:
+                    raise UsageError(f"the path has more than {SOCKET_PATH_BYTES_MAX} bytes")
                 _remove_left(rest)
                 made = listen_unix(rest)
                 self._path = rest
                 return made
             host, _, port = rest.rpartition(":")
             if scheme != "tcp" or not host or not (port == "*" or port.isdecimal()):
-                raise OSError("use tcp://HOST:PORT or ipc:///PATH")
+                raise UsageError("use tcp://HOST:PORT or ipc:///PATH")
+            if port != "*" and (len(port) > 5 or int(port) > _PORT_MAX):
+                raise UsageError(f"there is no port {port[:20]}")
+            host.encode("idna")  # a socket would raise TypeError for what is no name
             return listen_tcp("0.0.0.0" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port))
-        except (OSError, OverflowError, UnicodeError) as exc:
+        except (OSError, UsageError, UnicodeError) as exc:
+            # Of what the system says, only a missing right is the same at the next start, for the same user.
+            mistake = not isinstance(exc, OSError) or exc.errno == errno.EACCES
             reason = getattr(exc, "strerror", None) or exc
-            raise UsageError(f"cannot publish at {address}: {reason}") from None
+            raise (UsageError if mistake else SimmError)(f"cannot publish at {address}: {reason}") from None
 
     @property
     def address(self) -> str:
@@ -277,10 +288,10 @@ class Door:
 
 
 def _remove_left(path: str) -> None:
-    """Remove the socket of a process that has ended. Raises OSError if one listens there, or it is no socket."""
+    """Remove the socket of a process that has ended. Raises OSError if one listens, UsageError if it is no socket."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError("there is a file of this name, which is no socket")
+            raise UsageError("there is a file of this name, which is no socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -293,4 +304,4 @@ def _remove_left(path: str) -> None:
             return
         except BlockingIOError:
             pass
-    raise OSError("another process listens there")
+    raise OSError(errno.EADDRINUSE, "another process listens there")

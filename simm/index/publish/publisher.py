@@ -26,7 +26,7 @@ class EventPublisher:
         server, trusted: as for :class:`Host`.
         loop: None for one of its own.
 
-    Raises UsageError for an address that cannot be bound.
+    Raises SimmError for an address that cannot be bound.
     """
 
     def __init__(

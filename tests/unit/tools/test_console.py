@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,25 @@ def test_looking_has_no_traceback_in_any_encoding(words: list[str], encoding: st
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "simm", *words], env=environment, capture_output=True, check=False)
     assert done.returncode in (0, 1) and done.stdout and b"Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 1),
+     (OSError(errno.EMFILE, "Too many open files"), 1), (OSError(errno.ENOMEM, "Cannot allocate memory"), 1),
+     (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2), (PermissionError(errno.EACCES, "Denied", "x"), 2)],
+    ids=repr,
+)  # fmt: skip
+def test_issue_what_the_system_lacks_now_is_no_wrong_usage(
+    raised: OSError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A unit is not started again after 2."""
+
+    def run() -> int:
+        raise raised
+
+    assert guarded(run, "simm x") == code
+    assert str(raised.strerror) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["drain"], ["drain", "--no-wait"], ["resume"]])

@@ -15,7 +15,7 @@ msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is 
 zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
-from simm.errors import UsageError  # noqa: E402
+from simm.errors import SimmError  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.publish import outlet as outlet_module  # noqa: E402
 from simm.index.publish import zmtp  # noqa: E402
@@ -346,5 +346,5 @@ def test_hostile_questions(store: Store) -> None:
 
 
 def test_an_address_that_is_taken(store: Store) -> None:
-    with pytest.raises(UsageError, match="cannot publish at"):
+    with pytest.raises(SimmError, match="cannot publish at"):
         Outlet(store.loop, "rfc1527", "tcp://192.0.2.1:1", store.at[1], "n", store.everything)

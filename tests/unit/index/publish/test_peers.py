@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ pytest.importorskip("msgspec", reason="the extra simm-store[index] is not instal
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
-from simm.errors import UsageError  # noqa: E402
+from simm.errors import SimmError, UsageError  # noqa: E402
 from simm.index.publish import outlet as outlet_module  # noqa: E402
 from simm.index.publish import peers as peers_module  # noqa: E402
 from simm.index.publish import zmtp  # noqa: E402
@@ -353,13 +355,15 @@ def test_addresses(tmp_path: Path) -> None:
     try:
         with contextlib.closing(door("tcp://*:*")) as made:
             assert made.address.startswith("tcp://0.0.0.0:") and not made.address.endswith(":0")
-            with pytest.raises(UsageError, match="cannot publish at"):
+            with pytest.raises(SimmError, match="cannot publish at") as taken:
                 door(made.address)
+            assert not isinstance(taken.value, UsageError), "a unit would not try it again"
         path = tmp_path / "socket"
         with contextlib.closing(door(f"ipc://{path}")) as made:
             assert made.address == f"ipc://{path}"
-            with pytest.raises(UsageError, match="another process listens"):
+            with pytest.raises(SimmError, match="another process listens") as taken:
                 door(f"ipc://{path}")
+            assert not isinstance(taken.value, UsageError)
         assert not path.exists()
         with socket.socket(socket.AF_UNIX) as left:
             left.bind(str(path))
@@ -368,8 +372,39 @@ def test_addresses(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="no socket"):
             door(f"ipc://{path}")
         assert path.read_text() == "a file"
-        for wrong in ("udp://1.2.3.4:5", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://127.0.0.1:99999", "x"):
+        long = "ipc:///" + "a" * 200
+        for wrong in (
+            "udp://1.2.3.4:5", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://127.0.0.1:99999", "x", long,
+            f"tcp://127.0.0.1:{'9' * 5000}", f"tcp://{chr(0xFC) * 70}:1", f"tcp://{'a' * 70}:1",
+        ):  # fmt: skip
             with pytest.raises(UsageError, match="cannot publish at"):
                 door(wrong)
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize(
+    "why",
+    [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+     *[OSError(code, os.strerror(code)) for code in (errno.EMFILE, errno.ENOBUFS, errno.ENOMEM)]],
+    ids=str,
+)  # fmt: skip
+def test_issue_what_the_next_start_may_find_mended_is_no_wrong_usage(
+    why: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit stayed stopped for ever if names could not be resolved yet, or no descriptor was left."""
+
+    def fail(*_: Any) -> Any:
+        raise why
+
+    def refused(address: str) -> SimmError:
+        with pytest.raises(SimmError, match=f"cannot publish at {address}: .*{why.strerror}") as found:
+            Door(loop, address, "PUB", fail, fail)
+        return found.value
+
+    with contextlib.closing(Loop()) as loop:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "bind", fail)
+            assert not isinstance(refused("tcp://nosuch:1"), UsageError)
+            why = OSError(errno.EACCES, os.strerror(errno.EACCES))
+            assert isinstance(refused("tcp://127.0.0.1:1"), UsageError), "it is the same at each start"
