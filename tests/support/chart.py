@@ -59,6 +59,17 @@ def _rendered(values: str, release: str, namespace: str, chart: Path) -> str:
     return json.dumps([each for each in yaml.load_all(done.stdout, _LOADER) if each])
 
 
+def with_notes(values: Mapping[str, Any], folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the objects of a release, and its notes. ``folder``: for a copy of the chart. Raises Refused."""
+    copy = folder / "simm"
+    shutil.copytree(CHART, copy)
+    (copy / "templates" / "notes.yaml").write_text(
+        'kind: Notes\nmetadata: {name: notes}\ntext: {{ include (print $.Template.BasePath "/NOTES.txt") . | quote }}\n'
+    )
+    documents = rendered(values, release="west", namespace="team", chart=copy)
+    return documents, one(documents, "Notes")["text"]
+
+
 def refusal(values: Mapping[str, Any]) -> str:
     """Return why helm refuses values; "" if it takes them."""
     try:

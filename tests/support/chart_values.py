@@ -13,7 +13,8 @@ _SC: Final = f"{_S}.spec.containers.dataserver"
 _SET: Final = {"dataserver.kind": "StatefulSet"}
 _TLS: Final = {"tls.existingSecret": "certs"}
 _ETCD: Final = {"manager.coordinator.url": "etcd://a:1/x", "manager.coordinator.existingSecret": "etcd"}
-_RDMA: Final = {"dataserver.rdma.enabled": True}
+_NODES: Final = {"networkPolicy.nodeCidrs": ["10.0.0.0/16"]}
+_RDMA: Final = {"dataserver.rdma.enabled": True, **_NODES}
 _WATCHED: Final = {"serviceMonitor.enabled": True}
 
 
@@ -43,7 +44,7 @@ def _image(value: str) -> list[str]:
 
 _EVENTS: Final = {"events.enabled": True, "dataserver.settings": {"events": "4M"}, **_WATCHED}
 _EC: Final = f"{_S}.spec.containers.events"
-_INDEX: Final = {"index.enabled": True}
+_INDEX: Final = {"index.enabled": True, "index.existingSecret": "routers"}
 _I: Final = "Deployment/simm-index spec.template"
 _PUBLISHER: Final = {"instance_id": "a", "endpoint": "tcp://a:1", "modelname": "m"}
 
@@ -277,6 +278,7 @@ CHANGES: Final[Mapping[str, Change]] = {
             f"{_SC}.resources.limits.rdma/hca_shared_devices_a=1",
             f"{_SC}.resources.requests.rdma/hca_shared_devices_a=1",
         ],
+        _NODES,
     ),
     "dataserver.rdma.mode": Change("on", [_env("SIMM_RDMA", "on")], _RDMA),
     "dataserver.rdma.devices": Change(
@@ -345,7 +347,25 @@ CHANGES: Final[Mapping[str, Change]] = {
         "9Gi", [f'{_EC}.resources.{each}.memory="9Gi"' for each in ("requests", "limits")], _EVENTS
     ),
     "index.enabled": Change(
-        True, [f"{kind}/simm-index *" for kind in ("ConfigMap", "Service", "Deployment", "NetworkPolicy")]
+        True,
+        [f"{kind}/simm-index *" for kind in ("ConfigMap", "Service", "Deployment", "NetworkPolicy")],
+        {"index.existingSecret": "routers"},
+    ),
+    "index.existingSecret": Change(
+        "askers",
+        [
+            f'{_I}.spec.volumes.token.secret.secretName="askers"',
+            'ServiceMonitor/simm-index spec.endpoints.0.authorization.credentials.name="askers"',
+        ],
+        {**_INDEX, **_WATCHED},
+    ),
+    "index.key": Change(
+        "askers",
+        [
+            f'{_I}.spec.volumes.token.secret.items.0.key="askers"',
+            'ServiceMonitor/simm-index spec.endpoints.0.authorization.credentials.key="askers"',
+        ],
+        {**_INDEX, **_WATCHED},
     ),
     "index.port": Change(
         6000,
@@ -376,6 +396,18 @@ CHANGES: Final[Mapping[str, Change]] = {
         [
             f'NetworkPolicy/simm-{each} spec.ingress.0.from.1.ipBlock.cidr="10.0.0.0/8"'
             for each in ("manager", "dataserver")
+        ],
+    ),
+    "networkPolicy.nodeCidrs": Change(
+        ["10.0.0.0/16"],
+        [
+            "NetworkPolicy/simm-manager spec.ingress.1.ports.0.port=30001",
+            "NetworkPolicy/simm-dataserver spec.ingress.1.ports.0.port=30010",
+            "NetworkPolicy/simm-dataserver spec.ingress.1.ports.0.endPort=30073",
+            *[
+                f'NetworkPolicy/simm-{each} spec.ingress.1.from.0.ipBlock.cidr="10.0.0.0/16"'
+                for each in ("manager", "dataserver")
+            ],
         ],
     ),
     "networkPolicy.scrapeFrom": Change(

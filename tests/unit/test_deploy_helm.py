@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,10 +31,11 @@ needs_helm = pytest.mark.skipif(HELM is None, reason=chart.MISSING)
 MIB: Final = 1 << 20
 SET: Final = {"dataserver.kind": "StatefulSet"}
 POD: Final = {"dataserver.sharedMemory": "pod"}
-RDMA: Final = {"dataserver.rdma.enabled": True}
+RDMA: Final = {"dataserver.rdma.enabled": True, "networkPolicy.nodeCidrs": ["10.0.0.0/16", "fd00::/64"]}
 ETCD: Final = {"manager.coordinator.url": "etcds://a:2379,b:2379/simm", "manager.coordinator.existingSecret": "etcd"}
 TLS: Final = {"tls.existingSecret": "certs"}
 EVENTS: Final = {"events.enabled": True, "dataserver.settings": {"events": "4M"}}
+INDEX: Final = {"index.enabled": True, "index.existingSecret": "routers"}
 WATCHED: Final = {"serviceMonitor.enabled": True, "prometheusRule.enabled": True}
 #: Renderings that many tests look at.
 CASES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -242,7 +242,8 @@ def matches(selector: Mapping[str, str], document: Mapping[str, Any]) -> bool:
 def test_the_index_and_the_publisher_of_events(more: Mapping[str, Any]) -> None:
     """Both start with the flags that they get, where the data server's rings are, and hold no rights."""
     publishers = [{"instance_id": "vllm-0", "endpoint": "tcp://10.0.0.9:5557", "modelname": "m", "block_size": 16}]
-    documents = rendered({**EVENTS, **WATCHED, **more, "index.enabled": True, "index.publishers": publishers})
+    values = {**EVENTS, **WATCHED, **INDEX, "index.publishers": publishers, **more}
+    documents = rendered(values)
     validator = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate")
     for document in documents:
         if not document["apiVersion"].startswith("monitoring.coreos.com/"):
@@ -394,13 +395,7 @@ def test_a_pods_shared_memory_is_as_large_as_its_limit() -> None:
 @needs_helm
 @pytest.mark.parametrize("values", cases())
 def test_the_notes_name_what_there_is(values: Mapping[str, Any], tmp_path: Path) -> None:
-    copy = tmp_path / "simm"
-    shutil.copytree(CHART, copy)
-    (copy / "templates" / "notes.yaml").write_text(
-        'kind: Notes\nmetadata: {name: notes}\ntext: {{ include (print $.Template.BasePath "/NOTES.txt") . | quote }}\n'
-    )
-    documents = rendered(values, release="west", namespace="team", chart=copy)
-    text = one(documents, "Notes")["text"]
+    documents, text = chart.with_notes(values, tmp_path)
     makers = {maker["metadata"]["name"].rpartition("-")[2]: (maker, pod) for maker, pod in pods(documents)}
     manager, server = makers["manager"], makers["dataserver"]
     variables = environment(server[1]["containers"][0])
@@ -415,6 +410,10 @@ def test_the_notes_name_what_there_is(values: Mapping[str, Any], tmp_path: Path)
     assert ("SIMM_TLS_NAME=" in text) == ("SIMM_TLS_NAME" in variables)
     assert ("dataserver.warm=false" in text) == (variables["SIMM_WARM"] == "true")
     assert ("Prometheus is admitted" in text) == ("serviceMonitor.enabled" in values)
+    hosts = bool(server[1].get("hostNetwork"))
+    for said in ("use ports of their nodes: 30010 to 30073, 30081.", "range for Services"):
+        assert (said in text) == hosts, said
+    assert ("a node of 10.0.0.0/16" in text) == ("networkPolicy.nodeCidrs" in values)
     assert set(re.findall(r"\bSIMM_[A-Z_]+", text)) <= {setting.env for setting in SETTINGS.values()}
 
 
@@ -527,6 +526,8 @@ IMPOSSIBLE: Final[list[Mapping[str, Any]]] = [
     {"events.port": 65535},
     {"events.enabled": "yes"},
     {"index.port": 80},
+    {"index.existingSecret": "A"},
+    {"index.key": ""},
     {"index.publishers": {}},
     {"index.memory": "4G"},
     {"serviceMonitor.interval": "15"},
@@ -537,7 +538,13 @@ IMPOSSIBLE: Final[list[Mapping[str, Any]]] = [
     {"dataserver.terminationGracePeriodSeconds": 1},
     {"networkPolicy.from": {}},
     {"networkPolicy.scrapeFrom": {}},
+    {"networkPolicy.nodeCidrs": ["10.0.0.0"]},
 ]
+WARM_GROUP: Final[Mapping[str, Any]] = {"dataserver.warm": True, "dataserver.engineGroup": 7}
+#: What 2 GiB need to be copied twice.
+GRACE: Final = {
+    "dataserver.terminationGracePeriodSeconds": 32, "dataserver.startSeconds": 32, "dataserver.restartGraceSeconds": 64,
+}  # fmt: skip
 #: What single values allow and together are wrong -> what helm says.
 TOGETHER: Final = {
     "an etcd": {"manager.replicas": 2},
@@ -552,6 +559,23 @@ TOGETHER: Final = {
     "events.httpPort is one of": {**EVENTS, "events.port": 8090},
     "httpPort are one": {"manager.port": 30080},
     "one of the 64 ports": {"dataserver.httpPort": 30073},
+    "needs networkPolicy.nodeCidrs": {"dataserver.rdma.enabled": True},
+    "needs index.existingSecret": {"index.enabled": True},
+    "key token of the Secret simm-token:": {**INDEX, "index.existingSecret": "simm-token"},
+    "key b of the Secret all:": {
+        "index.enabled": True, "index.key": "b", "token.key": "b", "index.existingSecret": "all",
+        "token.existingSecret": "all",
+    },
+    "key token of the Secret admins:": {
+        "index.enabled": True, "index.existingSecret": "admins", "token.managerSecret": "admins",
+    },
+    "PeriodSeconds to 110 or more, startSeconds to 110, and restartGraceSeconds to 220": WARM_GROUP,
+    "startSeconds to 2078, and restartGraceSeconds to 4156": {
+        **WARM_GROUP, "dataserver.memory": "2Ti", "dataserver.terminationGracePeriodSeconds": 2078,
+        "dataserver.restartGraceSeconds": 4156,
+    },
+    "copies 1537Mi of": {**WARM_GROUP, **GRACE, "dataserver.memory": "1537Mi", "dataserver.restartGraceSeconds": 63},
+    "copies 1Gi of": {**WARM_GROUP, "dataserver.memory": "1Gi", "dataserver.restartGraceSeconds": 62},
     "more than 35 characters": {"dataserver.runtimeDir": "/run/" + "a" * 31},
 }
 
@@ -569,6 +593,19 @@ def test_impossible_values_are_refused(values: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("said", TOGETHER)
 def test_values_that_contradict_each_other_are_refused(said: str) -> None:
     assert said in refusal(TOGETHER[said])
+
+
+@needs_helm
+def test_a_warm_server_with_a_group_has_time_to_copy_its_data() -> None:
+    """As much as is refused above without a second of it; and without a group, or warm, nothing is copied."""
+    for memory_size in ("2Gi", "1537Mi"):
+        assert refusal({**WARM_GROUP, **GRACE, "dataserver.memory": memory_size}) == ""
+    short = {**WARM_GROUP, **GRACE, "dataserver.memory": "2Gi", "dataserver.startSeconds": 31}
+    assert "startSeconds to 32," in refusal(short)
+    # The servers' Secret is the index's, too, by another key.
+    assert refusal({"index.enabled": True, "index.existingSecret": "simm-token", "index.key": "routers"}) == ""
+    for name in WARM_GROUP:
+        assert refusal({name: WARM_GROUP[name]}) == ""
 
 
 @needs_helm

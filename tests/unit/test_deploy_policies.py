@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 
 from tests.support import chart
-from tests.support.chart import HELM, one, rendered
+from tests.support.chart import HELM, environment, one, refusal, rendered
 from tests.support.child import ROOT
 
 needs_helm = pytest.mark.skipif(HELM is None, reason=chart.MISSING)
@@ -20,6 +22,7 @@ ALL: Final = {
     "events.enabled": True,
     "dataserver.settings": {"events": "4M"},
     "index.enabled": True,
+    "index.existingSecret": "routers",
 }
 
 
@@ -66,6 +69,81 @@ def test_issue_the_policies_admit_the_prometheus_that_the_monitors_are_for(scrap
         assert all(len(each["spec"]["ingress"]) == 1 + bool(scraped) for each in policies)
 
 
+#: RDMA by the nodes' network, in a cluster of IPv4 and IPv6.
+NODES: Final = {"dataserver.rdma.enabled": True, "networkPolicy.nodeCidrs": ["10.1.0.0/16", "fd00:1::/64"]}
+
+
+def ports_for(policy: Mapping[str, Any], address: str) -> list[dict[str, int]]:
+    """Return the ports that a policy opens for an address that is no pod's."""
+    where = ipaddress.ip_address(address)
+    blocks = [(peer["ipBlock"]["cidr"], rule) for rule in policy["spec"]["ingress"] for peer in rule["from"]
+              if "ipBlock" in peer]  # fmt: skip
+    return [port for cidr, rule in blocks if where in ipaddress.ip_network(cidr) for port in rule["ports"]]
+
+
+@needs_helm
+@pytest.mark.parametrize("node", ["10.1.2.3", "fd00:1::7"])
+def test_issue_nodes_reach_the_servers_whose_clients_use_their_network(node: str) -> None:
+    """With hostNetwork a data server comes from its node's address: no rule for pods admitted it to the manager."""
+    documents = rendered({**ALL, **NODES})
+    pod = one(documents, "DaemonSet")["spec"]["template"]["spec"]
+    assert pod["hostNetwork"] is True
+    opened = {each: ports_for(one(documents, "NetworkPolicy", f"-{each}"), node) for each in ("manager", "index")}
+    assert opened == {"manager": [{"port": 30001}], "index": [{"port": 8090}]}, "not the manager's pages"
+    (manager,) = environment(pod["containers"][0])["SIMM_MANAGER"].split(",")
+    assert manager.endswith(f":{opened['manager'][0]['port']}")
+    for each in ("manager", "index", "dataserver"):
+        policy = one(documents, "NetworkPolicy", f"-{each}")
+        assert ports_for(policy, "10.2.0.1") == [] != ports_for(policy, node)
+    alone = {"dataserver.rdma.enabled": True}
+    assert "needs networkPolicy.nodeCidrs" in refusal(alone)
+    for more in ({"networkPolicy.enabled": False}, {"dataserver.rdma.hostNetwork": False}):
+        assert refusal({**alone, **more}) == ""
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("ports", "named"),
+    [
+        ({}, "dataserver.port, dataserver.httpPort"),
+        ({"dataserver.port": 20010, "dataserver.httpPort": 20081}, ""),
+        ({"dataserver.port": 29990, "dataserver.httpPort": 20081}, "dataserver.port"),
+        ({"dataserver.port": 20010, "dataserver.httpPort": 20081, "events.port": 29999}, "events.port"),
+        ({"dataserver.port": 20010, "dataserver.httpPort": 32767, "events.httpPort": 30000},
+         "dataserver.httpPort, events.httpPort"),
+        ({"dataserver.port": 32768, "dataserver.httpPort": 20081, "events.port": 40000}, ""),
+    ],
+)  # fmt: skip
+def test_the_notes_name_the_ports_that_services_may_take(
+    ports: Mapping[str, Any], named: str, tmp_path: Path
+) -> None:
+    """They named the data server's as the remedy whichever it was."""
+    _, text = chart.with_notes({**ALL, **NODES, **ports}, tmp_path)
+    assert (f"or choose other ports ({named})." if named else "use ports of their nodes") in text
+    assert ("range for Services" in text) == bool(named)
+
+
+@needs_helm
+@pytest.mark.parametrize("named", ["", "scraper"])
+def test_issue_the_index_has_a_secret_of_its_own(named: str) -> None:
+    """It had the servers' one, and any tenant's token opened it. Prometheus shows a token that it knows."""
+    documents = rendered({**ALL, "serviceMonitor.existingSecret": named, "index.key": "askers"})
+    volumes = {
+        name: next(each["secret"] for each in one(documents, kind, name)["spec"]["template"]["spec"]["volumes"]
+                   if each["name"] == "token")
+        for kind, name in (("StatefulSet", "-manager"), ("DaemonSet", "-dataserver"), ("Deployment", "-index"))
+    }  # fmt: skip
+    assert volumes["-index"]["secretName"] == "routers" and volumes["-index"]["items"][0]["key"] == "askers"
+    assert volumes["-manager"]["secretName"] == volumes["-dataserver"]["secretName"] == "simm-token"
+    shown = {
+        name: one(documents, "ServiceMonitor", name)["spec"]["endpoints"][0]["authorization"]["credentials"]
+        for name in ("-manager", "-index")
+    }
+    assert shown["-index"] == ({"name": named, "key": "token"} if named else {"name": "routers", "key": "askers"})
+    assert shown["-manager"] == {"name": named or "simm-token", "key": "token"}
+    assert "index.existingSecret" in refusal({"index.enabled": True})
+
+
 def test_the_plain_manifest_has_a_rule_for_a_scraper() -> None:
     """It is a comment, as nobody knows where the Prometheus is."""
     text = (ROOT / "deploy" / "kubernetes" / "simm.yaml").read_text()
@@ -79,3 +157,6 @@ def test_the_plain_manifest_has_a_rule_for_a_scraper() -> None:
         assert not any(admits(rule, monitoring, SCRAPER) for rule in before["spec"]["ingress"])
         found = [rule for rule in after["spec"]["ingress"] if admits(rule, monitoring, SCRAPER)]
         assert [rule["ports"] for rule in found] == [[{"port": port}]]
+    # The same for nodes, whose network rdma-patch.yaml uses.
+    assert not any(ports_for(each, "10.0.0.7") for each in plain)
+    assert [ports_for(each, "10.0.0.7") for each in with_rules] == [[{"port": 30001}], []]

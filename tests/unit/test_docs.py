@@ -27,6 +27,7 @@ from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.net.metrics import CERTIFICATE
 from simm.server.operators.pages import _RDMA, _WORKER, METRICS, Row, metrics
+from simm.server.operators.usage import Usage
 from simm.tools.ctl.command import _SUBJECTS
 from simm.tools.engine import ENGINES
 from tests.support import metrics_page
@@ -126,6 +127,20 @@ def test_the_page_of_metrics_is_made_of_their_declarations() -> None:
     assert (DOCS / "metrics.md").read_text() == made, "python -m tests.support.metrics_page > docs/metrics.md"
 
 
+def test_issue_the_commands_of_the_readme_find_the_servers_that_it_starts() -> None:
+    """They had no manager, and no token for the servers, which have one."""
+    block = README.partition("## Deployment")[2].split("```")[1]
+    words = {line.split()[1]: line.split() for line in block.splitlines() if line.startswith(("simm ", "export "))}
+    lines = list(words)
+    (exported,) = [line for line in block.splitlines() if line.startswith("export ")]
+    given = dict(word.split("=", 1) for word in exported.partition("  #")[0].split()[1:])
+    for server in ("manager", "dataserver"):
+        assert words[server][words[server].index("--token-file") + 1] == given["SIMM_TOKEN_FILE"]
+    assert words["manager"][words["manager"].index("--listen") + 1] == given["SIMM_MANAGER"]
+    at = next(number for number, line in enumerate(lines) if line.startswith("SIMM_"))
+    assert {"status", "top", "ctl", "node"} == set(lines[at + 1 :]) and "manager" in lines[:at]
+
+
 @pytest.mark.parametrize("path", [*DOCS.glob("*.md"), DOCS.parent / "README.md"], ids=lambda path: path.name)
 def test_pages_name_only_metrics_that_there_are(path: Path) -> None:
     known = {metric.name for metric in (*pages.METRICS, *METRICS, *figures.METRICS, *publisher.METRICS)}
@@ -154,7 +169,7 @@ def test_a_manager_shows_what_it_declares() -> None:
 
 def test_a_data_server_shows_what_it_declares() -> None:
     quotas = {"a": {"used_bytes": 1, "quota_bytes": 2}}
-    kept = {"bytes": {"a": {"hard": 1}}, "failures": {"over_quota": 1}}
+    kept = {"bytes": {"a": {"hard": 1}}, "slots": {"a": {"hard": 1}}, "failures": {"over_quota": 1}}
     stats = {
         **Victims().stats(), "evictions_by_chunk": {"4096": 1}, "put_failures": {"no_room": 1}, "quotas": quotas,
         "kept": kept, "near": {"made": 1},
@@ -163,9 +178,8 @@ def test_a_data_server_shows_what_it_declares() -> None:
     totals = Totals()
     totals.counters("a")[Word.HITS] += 1
     totals.observe(GET, 5000)
-    row = Row(
-        0, 1, stats, rdma=rdma, restarts={"worker": 1}, usage={"worker": (1.0, 2, 3)}, counted={"shm": totals}
-    )
+    used = {"worker": Usage(1.0, 2, 3, 4, 5)}
+    row = Row(0, 1, stats, rdma=rdma, restarts={"worker": 1}, usage=used, counted={"shm": totals})
     text = metrics("host-21", [row], joined=True, fenced=False, epoch=1, certificate_ends=7.0).text()
     declared = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert declared == [metric.name for metric in METRICS]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -14,11 +14,11 @@ from ...ipc.tally import MISSES, OTHERS, Totals, counters_summary
 from ...net.http import Page, Route
 from ...net.loop import Loop
 from ...net.metrics import OF_PROCESSES, Metric, Samples
-from ...net.process import Child
 from ...net.tls_peer import ServerTls
 from ..children import SILENT_S, Supervised, WorkerSlot
 from ..membership import Membership
 from ..rdma_supervisor import Endpoints
+from .usage import Usage, usage_of
 
 _Kind = Literal["gauge", "counter", "histogram"]
 #: Begins a text of a server that is well, short of what follows.
@@ -170,7 +170,8 @@ _OPERATIONS: Final = _worker(
     "simm_operations_total", "counter",
     "Keys that clients have got or viewed, put, asked for (exists) or deleted. Clients on the host (path shm) count "
     "theirs in memory that they share with the worker. By path tcp and rdma servers count, each try; gets by rdma "
-    "involve no server and are not among them.",
+    "involve no server and are not among them. A put of two copies looks for up to five keys, which count as exists; "
+    "so do those that a replacement looks for, but by path shm.",
     "namespace", "path", "op",
 )  # fmt: skip
 _HITS: Final = _worker("simm_hits_total", "counter", "Values that clients have got or viewed.", "namespace", "path")
@@ -192,24 +193,32 @@ _KEPT: Final = _worker(
     "Bytes that clients keep from eviction: soft, evicted last; hard, not evicted; and of near copies, evicted first.",
     "namespace", "class",
 )  # fmt: skip
-_KEEP_MAX: Final = _worker("simm_keep_max_bytes", "gauge", "Bytes that may be hard kept in all: --keep-share.")
-_KEEP_NAMESPACE_MAX: Final = _worker(
-    "simm_keep_namespace_max_bytes", "gauge", "Bytes of one namespace that may be hard kept: --keep-namespace-share."
+_KEPT_SLOTS: Final = _worker(
+    "simm_kept_slots", "gauge", "Values that are hard kept; each takes a slot of the table.", "namespace", "class"
 )
-_KEEP_FENCED: Final = _worker(
-    "simm_keep_fenced_bytes", "gauge",
-    "Bytes of the aligned 2 MiB pieces with a hard kept value in them; simm_keep_max_bytes bounds these, too.",
-)  # fmt: skip
-_NEAR_MAX: Final = _worker("simm_near_max_bytes", "gauge", "Bytes that near copies may take: --near-share.")
+#: By key of what STATS says of kept values.
+_KEEP: Final = {
+    "hard_max": _worker("simm_keep_max_bytes", "gauge", "Bytes that may be hard kept in all: --keep-share."),
+    "hard_fenced": _worker(
+        "simm_keep_fenced_bytes", "gauge",
+        "Bytes of the aligned 2 MiB pieces with a hard kept value in them; simm_keep_max_bytes bounds these, too.",
+    ),
+    "namespace_max": _worker(
+        "simm_keep_namespace_max_bytes", "gauge", "Bytes of a namespace that may be hard kept: --keep-namespace-share."
+    ),
+    "slots_max": _worker("simm_keep_max_slots", "gauge", "Slots of the table that hard kept values may take in all."),
+    "namespace_slots_max": _worker("simm_keep_namespace_max_slots", "gauge", "Slots that one namespace's may take."),
+    "near_max": _worker("simm_near_max_bytes", "gauge", "Bytes that near copies may take: --near-share."),
+}  # fmt: skip
 _NEAR: Final = _worker(
     "simm_near_copies_total", "counter",
     "Near copies: made; refused, as there was no room; replaced by another one; expired.", "kind",
 )  # fmt: skip
 _KEEP_FAILURES: Final = _worker(
     "simm_keep_failures_total", "counter",
-    "Values that were not kept when a client asked for that. Cause over_quota: hard kept values take "
-    "simm_keep_namespace_max_bytes for the namespace, or simm_keep_max_bytes in all, or lie in too many pieces of 2 "
-    "MiB; not_found; wrong_owner: the shard has moved; bad_request.",
+    "Values that were not kept when a client asked for that. Cause over_quota: hard kept values take all bytes, slots "
+    "or pieces of 2 MiB that they may, in all or of the namespace, or 6 of the 8 slots of the value's set; not_found; "
+    "wrong_owner: the shard has moved; bad_request.",
     "cause",
 )  # fmt: skip
 _PUTS_FAILED: Final = _worker(
@@ -266,13 +275,22 @@ _PRIVATE: Final = _worker(
     "simm_process_private_memory_bytes", "gauge", "Their memory in use without shared memory, such as the arena.",
     "process",
 )  # fmt: skip
+_DESCRIPTORS: Final = _worker(
+    "simm_process_open_fds", "gauge",
+    "File descriptors that one of these processes has open: the one with the fewest left. Each client takes some.",
+    "process",
+)  # fmt: skip
+_DESCRIPTORS_MAX: Final = _worker(
+    "simm_process_max_fds", "gauge", "File descriptors that this one may open.", "process"
+)
 
 #: All metrics of a data server, in their order.
 METRICS: Final = (
     _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _EVICTED_CHUNKS, _EVICTION_AGE, _PUT_FAILURES, _KEPT,
-    _KEEP_MAX, _KEEP_FENCED, _KEEP_NAMESPACE_MAX, _KEEP_FAILURES, _NEAR_MAX, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
+    _KEPT_SLOTS, *_KEEP.values(), _KEEP_FAILURES, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
     _RDMA_READY, *_RDMA.values(), _OPERATIONS, _HITS, _MISSES, _OP_BYTES, _PUTS_FAILED, *_READS.values(), _SECONDS,
-    _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, *OF_PROCESSES,
+    _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, _DESCRIPTORS,
+    _DESCRIPTORS_MAX, *OF_PROCESSES,
 )  # fmt: skip
 
 
@@ -294,8 +312,8 @@ class Row:
     corruptions: int = 0
     #: What its processes do -> how many died.
     restarts: Mapping[str, int] = field(default_factory=dict)
-    #: What its processes do -> seconds of processor time, bytes of memory, bytes of private memory.
-    usage: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
+    #: What its processes do -> what they use.
+    usage: Mapping[str, Usage] = field(default_factory=dict)
     #: By path, what clients or the worker's processes have counted.
     counted: Mapping[str, Totals] = field(default_factory=dict)
     #: What it, its streams and its endpoint have refused or failed at, with all predecessors, as keys of STATS.
@@ -455,33 +473,6 @@ def healthz(
     return Page("ok\n" if joined else f"{_BUT}no manager\n")
 
 
-def usage_of(
-    processes: Iterable[tuple[str, Child]], before: Iterable[tuple[str, float]] = ()
-) -> dict[str, tuple[float, int, int]]:
-    """Return, by what processes do, their processor time, memory and private memory. Omits what has ended.
-
-    ``before``: the processor time of predecessors, seconds.
-    """
-    import psutil  # see metrics.load()
-
-    total: dict[str, tuple[float, int, int]] = {}
-    for name, spent in before:
-        if spent:
-            total[name] = total.get(name, (0.0, 0, 0))[0] + spent, 0, 0
-    for name, child in processes:
-        try:
-            process = psutil.Process(child.pid)
-            with process.oneshot():
-                times, memory = process.cpu_times(), process.memory_info()
-        except (psutil.Error, OSError):
-            continue
-        seconds, resident, private = total.get(name, (0.0, 0, 0))
-        total[name] = (
-            seconds + times.user + times.system, resident + memory.rss, private + memory.rss - memory.shared
-        )  # fmt: skip
-    return total
-
-
 def metrics(
     server: str, rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int, certificate_ends: float | None = None
 ) -> Samples:
@@ -511,12 +502,11 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
         samples.add(_PUT_FAILURES, count, *who, cause)
     kept = stats.get("kept", {})
     shown = None if row.names_all else stats.get("quotas", {})
-    for (namespace, kind), size in _kept_by(kept.get("bytes", {}), shown).items():
-        samples.add(_KEPT, size, *who, namespace, kind)
-    samples.add(_KEEP_MAX, kept.get("hard_max", 0), *who)
-    samples.add(_KEEP_FENCED, kept.get("hard_fenced", 0), *who)
-    samples.add(_NEAR_MAX, kept.get("near_max", 0), *who)
-    samples.add(_KEEP_NAMESPACE_MAX, kept.get("namespace_max", 0), *who)
+    for metric, key in ((_KEPT, "bytes"), (_KEPT_SLOTS, "slots")):
+        for (namespace, kind), count in _kept_by(kept.get(key, {}), shown).items():
+            samples.add(metric, count, *who, namespace, kind)
+    for key, metric in _KEEP.items():
+        samples.add(metric, kept.get(key, 0), *who)
     for cause, count in kept.get("failures", {}).items():
         samples.add(_KEEP_FAILURES, count, *who, cause)
     for kind, count in stats.get("near", {}).items():
@@ -538,14 +528,17 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
     samples.add(_CORRUPTIONS, row.corruptions, *who)
     for process, count in row.restarts.items():
         samples.add(_RESTARTS, count, *who, process)
-    for process, (seconds, resident, private) in row.usage.items():
-        samples.add(_CPU, seconds, *who, process)
-        samples.add(_RESIDENT, resident, *who, process)
-        samples.add(_PRIVATE, private, *who, process)
+    for process, used in row.usage.items():
+        samples.add(_CPU, used.cpu_s, *who, process)
+        samples.add(_RESIDENT, used.resident, *who, process)
+        samples.add(_PRIVATE, used.private, *who, process)
+        if used.descriptors_max:
+            samples.add(_DESCRIPTORS, used.descriptors, *who, process)
+            samples.add(_DESCRIPTORS_MAX, used.descriptors_max, *who, process)
 
 
 def _kept_by(found: Mapping[str, Mapping[str, int]], shown: Collection[str] | None) -> dict[tuple[str, str], int]:
-    """Return kept bytes by namespace and class, those of namespaces that are not in ``shown`` as of one."""
+    """Return kept bytes, or slots, by namespace and class, those of namespaces that are not in ``shown`` as of one."""
     sums: dict[tuple[str, str], int] = {}
     for namespace, sizes in found.items():
         name = namespace if shown is None or namespace in shown else OTHERS

@@ -121,14 +121,21 @@ def kept_of(asked: Asked) -> dict[str, Any]:
 def kept_text(asked: Sequence[Asked]) -> str:
     """Return a line on hard kept values, by how much may be; empty if there are none."""
     found = [kept_of(each) for each in asked]
-    used = sum(sizes.get("hard", 0) for each in found for sizes in each.get("bytes", {}).values())
-    most, own = (sum(each.get(key, 0) for each in found) for key in ("hard_max", "namespace_max"))
+    used, slots = (
+        sum(counts.get("hard", 0) for each in found for counts in each.get(key, {}).values())
+        for key in ("bytes", "slots")
+    )
+    bounds = "hard_max", "namespace_max", "slots_max", "namespace_slots_max"
+    most, own, slots_most, slots_own = (sum(each.get(key, 0) for each in found) for key in bounds)
     if not used:
         return ""
-    return (
+    text = (
         f"\nhard kept: {bytes_text(used)} of the {bytes_text(most)} that may be (keep_share), "
         f"{bytes_text(own)} of one namespace (keep_namespace_share)"
     )
+    if slots_most:  # workers of an older version do not say
+        text += f"; {slots} of {slots_most} slots of the table, {slots_own} of one namespace"
+    return text
 
 
 def chunk_rows(asked: Sequence[Asked]) -> list[Row]:

@@ -66,6 +66,8 @@ def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[wh
         ([row(ABSENT=9), row("b", PUTS=5)], {}, "but to 'b'"),
         ([row(ABSENT=9)], {}, "no client of this host has put"),
         ([row(NOT_FOUND=9)], {}, "no client of this host has put"),
+        ([row(NOT_FOUND=9, PUTS=9, entries=9)], {}, "other keys are asked for"),
+        ([row(NOT_FOUND=9, PUTS=1, entries=1)], {}, "other keys are asked for"),
         ([row(ABSENT=5, WRONG_SIZE=5, PUTS=5)], {}, "another size than the buffer"),
         ([row(HITS=1, UNSOUND=9, PUTS=5)], {}, "another checksum"),
         ([row(UNREACHABLE=5, MOVING=2, ABSENT=1, PUTS=5)], {}, "could not be asked"),
@@ -98,6 +100,15 @@ def test_each_cause_has_a_finding(rows: list[dict[str, Any]], changes: dict[str,
 def test_what_is_well_is_no_cause() -> None:
     (finding,) = said([row(HITS=80, ABSENT=20, PUTS=80, entries=80)])
     assert not finding.bad
+
+
+@pytest.mark.parametrize("puts", [770, 400, 1000])
+def test_what_puts_of_two_copies_look_for_is_no_cause(puts: int) -> None:
+    """Servers count it as exists. Engines that only put were said to ask for other keys than they put."""
+    (finding,) = said([row(FOUND=700, NOT_FOUND=1300, PUTS=puts, entries=puts)])
+    assert not finding.bad and "puts of two copies" in finding.seen and finding.remedy
+    failed, finding = said([row(NOT_FOUND=2000, PUTS=1, PUT_FAILURES=700)], put_failures={"no_room": 700})
+    assert failed.bad and not finding.bad
 
 
 def test_failed_puts_are_a_cause_if_they_are_many() -> None:
@@ -159,6 +170,11 @@ def test_what_namespaces_keep_is_added_up_beside_what_they_may() -> None:
         "\nhard kept: 6M of the 16M that may be (keep_share), 8M of one namespace (keep_namespace_share)"
     )
     assert kept_text([asked(), asked(kept={**kept, "bytes": {}})]) == "", "a worker of an older version says nothing"
+    slots = {"slots": {"a": {"hard": 700}, "b": {"hard": 68}}, "slots_max": 1024, "namespace_slots_max": 512}
+    assert kept_text([asked(kept=kept), asked(kept=kept | slots)]) == (
+        "\nhard kept: 6M of the 16M that may be (keep_share), 8M of one namespace (keep_namespace_share); "
+        "768 of 1024 slots of the table, 512 of one namespace"
+    )
 
 
 def test_rates_are_those_between_two_looks() -> None:

@@ -105,6 +105,22 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and .dataserver.engineGroup (ne .dataserver.sharedMemory "host") -}}
 {{- fail "dataserver.engineGroup needs sharedMemory: host, as no engine sees a pod's /dev/shm" -}}
 {{- end -}}
+{{- /* With a group the data has no name: a stop copies it into /dev/shm, and the next start out of it. */ -}}
+{{- if and .dataserver.warm .dataserver.engineGroup -}}
+{{- $stop := add 30 (div (add 1023 (include "simm.mib" .dataserver.memory | int64)) 1024) | int -}}
+{{- if or (lt (int .dataserver.terminationGracePeriodSeconds) $stop) (lt (int .dataserver.startSeconds) $stop) (lt (int .dataserver.restartGraceSeconds) (mul 2 $stop | int)) -}}
+{{- fail (printf "dataserver.warm with engineGroup: each stop and each start copies %s of memory at a GiB a second, so set dataserver.terminationGracePeriodSeconds to %d or more, startSeconds to %d, and restartGraceSeconds to %d; else each rollout loses all values" .dataserver.memory $stop $stop (mul 2 $stop | int)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .networkPolicy.enabled .dataserver.rdma.enabled .dataserver.rdma.hostNetwork (not .networkPolicy.nodeCidrs) -}}
+{{- fail "dataserver.rdma.hostNetwork needs networkPolicy.nodeCidrs, the networks of the nodes (kubectl get nodes -o wide), as [10.0.0.0/16]: data servers then come from their node's address, and the manager's policy would keep them out" -}}
+{{- end -}}
+{{- if and .index.enabled (not .index.existingSecret) -}}
+{{- fail "index.enabled needs index.existingSecret, a Secret for the index alone: with the Secret of token any tenant could ask about the prompts of all" -}}
+{{- end -}}
+{{- if and .index.enabled (has .index.existingSecret (list (include "simm.tokenSecret" $) .token.managerSecret)) (eq .index.key .token.key) -}}
+{{- fail (printf "index.existingSecret and index.key are the servers' tokens, the key %s of the Secret %s: any tenant could ask about the prompts of all; make a Secret for the index alone" .index.key .index.existingSecret) -}}
+{{- end -}}
 {{- if .events.enabled }}
 {{- if has (toString .dataserver.settings.events) (list "" "0" "<nil>") -}}
 {{- fail "events.enabled needs dataserver.settings.events, the size of the rings that it reads, as 4M" -}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -26,7 +27,8 @@ from simm.server.children import (
     Supervised,
     WorkerSlot,
 )
-from simm.server.operators.pages import DataServerPages, Row, metrics, usage_of
+from simm.server.operators.pages import DataServerPages, Row, metrics
+from simm.server.operators.usage import COUNT_S, COUNTING_SHARE, Counts, descriptors_of, usage_of
 from simm.server.slots.failures import Failures
 from tests.support.waiting import wait_until
 
@@ -231,7 +233,7 @@ def test_issue_the_processor_time_of_a_process_stays_when_it_has_ended() -> None
 
     def used() -> float:
         alive = [("stream", each.child) for each in streams if each.child is not None]
-        return usage_of(alive, [("stream", each.cpu_s) for each in streams])["stream"][0]
+        return usage_of(alive, [("stream", each.cpu_s) for each in streams])["stream"].cpu_s
 
     try:
         for each in streams:
@@ -265,6 +267,56 @@ def test_what_processes_of_one_kind_use_is_added() -> None:
     before = psutil.Process().cpu_times()
     found = usage_of([("worker", own), ("stream", own), ("stream", own), ("endpoint", gone)])
     assert sorted(found) == ["stream", "worker"]
-    (one, resident, private), (two, twice, _) = found["worker"], found["stream"]
+    (one, resident, private, *_), (two, twice, *_) = found["worker"], found["stream"]
     assert one >= before.user + before.system > 0 and two >= 2 * one - 0.001, "sums of floats"
     assert 0 < private < resident and twice > 1.5 * resident, "this process has shared memory: its libraries"
+
+
+def test_issue_descriptors_are_told_of_the_processes_that_clients_use() -> None:
+    """Only the supervisor's were, which takes none for a client. Of several processes the one with the least left."""
+    program = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); "
+    program += "kept = [os.dup(0) for _ in range(40)]; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as full:
+        assert full.stdin is not None and full.stdout is not None
+        full.stdout.readline()
+        own, other = (SimpleNamespace(pid=pid) for pid in (os.getpid(), full.pid))
+        found: Any = usage_of([("worker", own), ("stream", own), ("stream", other), ("stream", own)])  # type: ignore[list-item]
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert 0 < found["worker"].descriptors < found["worker"].descriptors_max == most
+        assert 43 <= found["stream"].descriptors < 100 == found["stream"].descriptors_max
+        row = Row(0, 0, {}, usage=found)
+        text = metrics("a", [row], joined=True, fenced=False, epoch=1).text()
+        labels = '{server="a",worker="0",numa="0",process="stream"}'
+        assert f"simm_process_open_fds{labels} {found['stream'].descriptors}\n" in text
+        assert f"simm_process_max_fds{labels} 100\n" in text
+        full.stdin.close()
+    assert descriptors_of(full.pid) == (0, 0), "it has ended, and the page has no sample"
+
+
+def test_issue_counting_descriptors_takes_little_of_the_loop() -> None:
+    """Before Linux 6.2 they are listed, at 8 us each in the supervisor's loop, and pages are asked for by many."""
+    now, listed, costs = 0.0, 0, 0.0
+
+    def names(folder: str) -> list[str]:
+        nonlocal now, listed
+        if folder == "/proc/9/fd":
+            raise FileNotFoundError(folder)
+        listed += 1
+        now += costs
+        return ["0"] * (listed * 10)
+
+    counts = Counts(names, lambda: now)
+    assert counts.of(7) == 10 and counts.of(8) == 20 and counts.of(7) == 10
+    now = COUNT_S - 1
+    assert counts.of(7) == 10 and listed == 2
+    now, costs = COUNT_S, 2 * COUNT_S * COUNTING_SHARE
+    assert counts.of(7) == 30
+    now = COUNT_S + costs + 1.5 * COUNT_S
+    assert counts.of(7) == 30, "it took long, and is not done again so soon"
+    now += COUNT_S
+    assert counts.of(7) == 40
+    with pytest.raises(FileNotFoundError):
+        counts.of(9)
+    now = 10_000.0
+    counts.of(8)
+    assert list(counts._known) == [8], "nothing is kept of processes that nobody asks about"
