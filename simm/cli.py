@@ -191,6 +191,7 @@ def _local(argv: Sequence[str], prog: str) -> int:
     flags = server_flags(settings)
     from .config.startup import say
     from .sdk.local_cluster import LocalCluster
+    from .tools.connect import runtime_dir_named
 
     class Cluster(LocalCluster):
         """A local cluster with these flags after its own, as the last one counts."""
@@ -199,11 +200,10 @@ def _local(argv: Sequence[str], prog: str) -> int:
             return super()._start(module, *arguments, *flags[module])
 
     name = "" if settings.origin("name").startswith("default") else settings.name
-    own_folder = settings.origin("runtime_dir").startswith("default")
     others = bool(settings.token_file or settings.insecure or settings.allow_uid)
     with Cluster(
         memory=LOCAL_MEMORY, name=name, own_token=not others, runtime_dir=settings.runtime_dir,
-        sockets=None if own_folder else settings.runtime_dir,
+        sockets=settings.runtime_dir if runtime_dir_named(settings) else None,
     ) as cluster:
         token_file = cluster.token_file or settings.token_file
         say(
@@ -227,10 +227,13 @@ def server_flags(settings: Settings) -> dict[str, list[str]]:
     """Return the flags of a local cluster's manager and data server for all settings that are not defaults."""
     from .config.parsers import Address
     from .config.settings import MANAGER, SERVER, SETTINGS, format_value
+    from .tools.connect import runtime_dir_named
 
     flags: dict[str, list[str]] = {MANAGER: [], SERVER: []}
+    # A folder that the surroundings give is for all of this user's clusters, and this one has its own.
+    own = {"listen", "manager"} if runtime_dir_named(settings) else {"listen", "manager", "runtime_dir"}
     for name, setting in SETTINGS.items():
-        if settings.origin(name).startswith("default") or name in ("listen", "manager"):
+        if settings.origin(name).startswith("default") or name in own:
             continue
         value = getattr(settings, name)
         if isinstance(value, os.PathLike):

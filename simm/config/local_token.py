@@ -8,7 +8,8 @@ Whoever publishes a token first removes what was left. A file that has just been
 same. So a file is removed under its lock, and who makes one looks whether it is still there once it is locked.
 
 A comment before the token names the folder with the sockets of the cluster's data server, which is one of its own. So
-``simm ctl`` and ``simm top`` look there without being told.
+``simm ctl`` and ``simm top`` look there without being told. A cluster whose clients show another token, or none, has a
+file with that comment alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def token_path(folder: Path, manager: Address) -> Path:
 class PublishedToken:
     """A token in the runtime folder until :meth:`close`. Raises OSError, also if a live process has one there.
 
-    ``sockets``: the runtime folder of the cluster's own data server.
+    ``token``: empty if the cluster has drawn none. ``sockets``: the runtime folder of the cluster's own data server.
     """
 
     def __init__(self, folder: Path, manager: Address, token: str, sockets: Path | None = None) -> None:
@@ -61,7 +62,7 @@ class PublishedToken:
         self._fd = _replace(self.path)
         try:
             named = f"{_FOLDER}{sockets}\n" if sockets is not None and "\n" not in str(sockets) else ""
-            os.write(self._fd, f"{named}{line_of(token)}".encode())
+            os.write(self._fd, f"{named}{line_of(token) if token else ''}".encode())
         except BaseException:
             self.close()
             raise
@@ -136,7 +137,8 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def find(folder: Path, managers: Iterable[Address]) -> str:
     """Return the token of this user's local cluster at one of the addresses; empty if there is none."""
-    return (_published(folder, managers).split() or [""])[-1]
+    lines = [line for line in _published(folder, managers).splitlines() if not line.startswith("#")]
+    return (" ".join(lines).split() or [""])[-1]
 
 
 def find_sockets(folder: Path, managers: Iterable[Address]) -> Path | None:

@@ -179,15 +179,19 @@ class TokenFile(Sequence[Token]):
     A file that cannot be used changes nothing: the tokens before stay in use. So no mistake in it opens a server, and
     none closes it. One that cannot be read at the moment (no descriptor is left, its file system does not answer) is
     tried again each time, as a token may have been removed from it.
+
+    Args:
+        read: what reads the file, and says what it has to have.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[Path], tuple[Token, ...]] = server_tokens) -> None:
         self._path = path.absolute()
+        self._read = read
         self._seen = _signature(self._path)  # before it is read: a change in between is seen later
         self._changing: tuple[int, ...] | None = None
         #: What it could not be read by, and how often in a row; each trouble is logged once in ``AGAIN`` times.
         self._trouble, self._failed = "", 0
-        self._tokens = server_tokens(self._path)
+        self._tokens = read(self._path)
 
     @overload
     def __getitem__(self, at: int) -> Token: ...
@@ -214,7 +218,7 @@ class TokenFile(Sequence[Token]):
             self._changing = now
             return False
         try:
-            tokens = server_tokens(self._path)
+            tokens = self._read(self._path)
         except ConfigError as exc:
             if isinstance(exc.__cause__, OSError):
                 self._not_read(str(exc))
@@ -246,9 +250,11 @@ def _signature(path: Path) -> tuple[int, ...]:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev, found.st_size, found.st_mode
 
 
-def live_tokens(path: Path | None) -> Sequence[Token]:
-    """Do :func:`server_tokens` for tokens that follow the file. Raises ConfigError."""
-    return TokenFile(path) if path is not None else ()
+def live_tokens(
+    path: Path | None, read: Callable[[Path], tuple[Token, ...]] = server_tokens
+) -> Sequence[Token]:
+    """Return tokens that follow the file, as ``read`` reads it; none without a path. Raises ConfigError."""
+    return TokenFile(path, read) if path is not None else ()
 
 
 def ensure_runtime_dir(path: Path, gid: int | None = None) -> Path:

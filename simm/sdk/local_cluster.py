@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -72,7 +72,8 @@ class LocalCluster:
         name: the data server's; one that is used once by default. Of a name that is given, a suspended arena
             (``--warm``) is left for the next one.
         own_token: draw a token; without one ``arguments`` say who may connect.
-        runtime_dir: a folder in which to publish the token, besides that of this user's settings.
+        runtime_dir: a folder in which to publish the token and where the sockets are, besides that of this user's
+            settings.
         sockets: the data server's runtime folder; None for one of its own.
 
     Raises ConfigError for a size that no arena has, SimmError with the reason if a server does not start. Nothing is
@@ -90,18 +91,20 @@ class LocalCluster:
         #: What clients of this cluster need, and the file that has it; empty without a token of its own.
         self.token = secrets.token_urlsafe() if own_token else ""
         self.token_file = ""
+        #: Of the servers, which are their leaders. A server's children are in it, also once they are orphans.
+        self._sessions: list[int] = []
         self._undo = contextlib.ExitStack()
         # Not with ``self``, which would then never be collected.
         self._finalizer = weakref.finalize(self, _close_in, self._pid, self._undo)
         try:
             self.folder = _make_folder(self._undo)
             self.sockets = Path(self.folder, _SOCKETS) if sockets is None else sockets.absolute()
-            self._undo.callback(_remove_arenas, self.name, keep_suspended=bool(name))
+            self._undo.callback(_remove_arenas, self.name, self._sessions, keep_suspended=bool(name))
             self._write_token()
             state = os.path.join(self.folder, "state")
             ready = self._start("manager", "--listen", "127.0.0.1:0", "--state-dir", state, *self._token_flags)
             self.manager = ready.split()[2]
-            self._publish_token(runtime_dir)  # a client that comes before the data server hears that there is none yet
+            self._publish(runtime_dir)  # a client that comes before the data server hears that there is none yet
             self._start(
                 "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, *self._token_flags,
                 "--memory", str(arena_bytes(memory)), "--numa", "0", "--name", self.name,
@@ -139,15 +142,17 @@ class LocalCluster:
             with open(fd, "w", encoding="utf-8") as file:
                 file.write(line_of(self.token))
 
-    def _publish_token(self, folder: Path | None) -> None:
-        """Put the token where clients look for it. Where that cannot be, they need SIMM_TOKEN_FILE.
+    def _publish(self, folder: Path | None) -> None:
+        """Put the token, if there is one, and the folder of the sockets where clients and commands look for them.
 
-        Also beside the data server's sockets, for commands that are told of that folder.
+        Where that cannot be, they need SIMM_TOKEN_FILE and ``--runtime-dir``. Also beside the data server's sockets,
+        for commands that are told of that folder. Without a token of its own, too: commands would act on the data
+        server of another cluster.
         """
         folders = [self.sockets] if folder is None else [self.sockets, folder]
         with contextlib.suppress(ConfigError):
             folders.append(load("client").runtime_dir)
-        for each in dict.fromkeys(folders) if self.token else ():
+        for each in dict.fromkeys(folders):
             with contextlib.suppress(ConfigError, OSError):
                 made = PublishedToken(ensure_runtime_dir(each), parse_address(self.manager), self.token, self.sockets)
                 self._undo.callback(made.close)
@@ -165,6 +170,7 @@ class LocalCluster:
             )  # fmt: skip
         self._undo.callback(_end, process)
         self._processes[module] = process
+        self._sessions.append(process.pid)
         assert process.stdout is not None
 
         most = 0
@@ -251,8 +257,12 @@ def _remove_folder(folder: str, lock: LockFile | None) -> None:
         lock.release()
 
 
-def _remove_arenas(server: str, *, keep_suspended: bool) -> None:
-    """Remove what a killed data server has left in shared memory. Its workers may take a moment to end."""
+def _remove_arenas(server: str, sessions: Sequence[int], *, keep_suspended: bool) -> None:
+    """Remove what a killed data server has left in shared memory. Its workers may take a moment to end.
+
+    ``sessions``: those of this cluster's servers. Once nobody is left in them, arenas that are in use are those of
+    another data server of this name, with another folder.
+    """
 
     def ours(name: str) -> bool:
         if not is_arena_of(server, name):
@@ -264,11 +274,25 @@ def _remove_arenas(server: str, *, keep_suspended: bool) -> None:
     until = time.monotonic() + STOP_S
     with contextlib.suppress(OSError):
         while any(map(ours, os.listdir(SHM_DIR))):
+            ended = not _in_sessions(sessions)  # before the removal: who ends after it has been waited for
             with contextlib.suppress(SimmError):
                 remove_leftovers("simm-", only=ours, before_unlink=store_closed)
-            if time.monotonic() > until:
-                return  # the next data server removes it
+            if ended or time.monotonic() > until:
+                return  # the next data server removes what is left
             time.sleep(0.005)
+
+
+def _in_sessions(sessions: Sequence[int]) -> bool:
+    """Return True if a process is in one of these sessions, or if that cannot be told. O(processes)."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return True
+    for pid in map(int, filter(str.isdecimal, names)):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) in sessions:
+                return True
+    return False
 
 
 def _progress(server: str, pid: int, log: str) -> tuple[int, int, int]:

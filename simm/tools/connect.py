@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ from ..config.local_token import find, find_sockets
 from ..config.logs import set_up_logging
 from ..config.parsers import Address
 from ..config.settings import Settings, load_command
-from ..config.startup import read_tokens
+from ..config.startup import live_tokens, read_tokens
 from ..config.tokens import Token, TokenRole, token_for
 from ..errors import TransportError, UsageError
 from ..net.channel import Refused
@@ -26,25 +26,38 @@ if TYPE_CHECKING:
 
 #: Origins of a runtime folder that nobody has chosen.
 _NOT_NAMED: Final = ("default", "environment XDG_RUNTIME_DIR")
+#: Origin of one that ``simm local`` has published with its manager's address.
+PUBLISHED: Final = "simm local"
 
 
-def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
-    """Return a command's settings after setting up logging, which shows errors only by default."""
+def command_settings(command: str, arguments: argparse.Namespace, *, serves: bool = False) -> Settings:
+    """Return a command's settings after setting up logging, which shows errors only by default.
+
+    ``serves``: it runs until it is ended, and so logs what any other server does.
+    """
     settings = load_command(command, arguments)
-    if settings.origin("log_level") == "default":
+    if settings.origin("log_level") == "default" and not serves:
         settings = replace(settings, log_level="error")
     set_up_logging(settings, command)
     return settings
+
+
+def runtime_dir_named(settings: Settings) -> bool:
+    """Return True if somebody has chosen the runtime folder: by a flag, a variable SIMM_ or a file of settings."""
+    return settings.origin("runtime_dir") not in _NOT_NAMED
 
 
 def on_host(settings: Settings) -> Settings:
     """Return the settings with the runtime folder of the data server at hand.
 
     It is that of ``simm local``, if that runs. Else, where nobody has named a folder and this user's own has no
-    sockets, it is the one that a unit has (``ctl/unit_folders.py``). Of several the error names all.
+    sockets, it is the one that a unit has (``ctl/unit_folders.py``). Of several the error names all. A unit's may be
+    of another cluster than the manager (``ctl/whose.py``).
     """
-    found = find_sockets(settings.runtime_dir, settings.manager)
-    if found is None and settings.origin("runtime_dir") in _NOT_NAMED and not any(settings.runtime_dir.glob("*.sock")):
+    if (own := find_sockets(settings.runtime_dir, settings.manager)) is not None:
+        return replace(settings, runtime_dir=own, origins={**settings.origins, "runtime_dir": PUBLISHED})
+    found = None
+    if not runtime_dir_named(settings) and not any(settings.runtime_dir.glob("*.sock")):
         units = with_sockets(settings.server_uid)
         found = units[0] if len(units) == 1 else None
     return settings if found is None else replace(settings, runtime_dir=found)
@@ -56,9 +69,12 @@ def token_of(settings: Settings) -> str:
     return own.secret if own is not None else find(settings.runtime_dir, settings.manager)
 
 
-def page_tokens(address: Address, flag: str, settings: Settings) -> tuple[Token, ...]:
-    """Return the tokens that a command's page asks for, none on loopback. Raises UsageError if there are none."""
-    tokens = () if address.loopback else read_tokens(settings.token_file)
+def page_tokens(address: Address, flag: str, settings: Settings) -> Sequence[Token]:
+    """Return the tokens that a command's page asks for, none on loopback. Raises UsageError if there are none.
+
+    They follow the file (``net/token_watch.py``), which needs no server's token.
+    """
+    tokens = () if address.loopback else live_tokens(settings.token_file, read_tokens)
     if not address.loopback and not tokens:
         raise UsageError(f"{flag} {address} is not loopback: give --token-file, or an address of 127.0.0.1")
     return tokens

@@ -47,7 +47,7 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
 def main(argv: Sequence[str], prog: str) -> int:
     """Run the command. Raises SimmError."""
     arguments = _parser(prog).parse_args(argv)
-    settings = command_settings("client", arguments)
+    settings = command_settings("client", arguments, serves=True)
     wanted = {}
     if arguments.rfc1527 or not arguments.vllm:
         wanted["rfc1527"] = _pair("--rfc1527", arguments.rfc1527 or DEFAULT_AT)
@@ -60,6 +60,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     from ..net.loop import Loop
     from ..net.process import stop_on_signals
     from ..net.sd_notify import Notifier, keep_informed, reload_logs
+    from ..net.token_watch import watch_tokens
 
     http = parse_address(arguments.http) if arguments.http else None
     tokens = page_tokens(http, "--http", settings) if http else ()
@@ -78,6 +79,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             listener = open_listener(http, "--http")
             page = str(bound_address(listener))
             stack.callback(Web(loop, listener, publisher.routes, tokens).close)
+            watch_tokens(loop, tokens)
         loop.running = True
         stop_on_signals(loop, interrupt=True, reload=partial(reload_logs, notify))
         at = {form: outlet.addresses for form, outlet in publisher.outlets.items()}

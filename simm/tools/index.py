@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..config.parsers import Address, parse_address, users
 from ..config.settings import Settings, add_arguments
-from ..config.startup import read_tokens
+from ..config.startup import live_tokens, read_tokens
 from ..config.tokens import Token
 from ..errors import SimmError, TransportError, UsageError, printable
 from .connect import client_arguments, command_settings, page_tokens, token_of
@@ -61,7 +61,7 @@ def _parser(prog: str) -> Parser:
 def main(argv: Sequence[str], prog: str) -> int:
     """Run the command. Raises SimmError."""
     arguments = _parser(prog).parse_args(argv)
-    settings = command_settings("client", arguments)
+    settings = command_settings("client", arguments, serves=arguments.what == "serve")
     at = parse_address(arguments.at)
     if arguments.what == "workers":
         return _workers(at, settings, as_json=arguments.json)
@@ -87,12 +87,15 @@ def parse_weights(text: str | None) -> dict[str, float]:
 
 def _callers(
     at: Address, flag: str, settings: Settings, named: tuple[int, ...]
-) -> tuple[tuple[Token, ...], LocalUsers | None]:
-    """Return the tokens that callers show, and the users that need none: on loopback. Raises UsageError."""
+) -> tuple[Sequence[Token], LocalUsers | None]:
+    """Return the tokens that callers show, and the users that need none: on loopback. Raises UsageError.
+
+    The tokens follow their file (``net/token_watch.py``).
+    """
     from ..net.local_users import LocalUsers
 
     if at.loopback:
-        return read_tokens(settings.token_file), LocalUsers(named)
+        return live_tokens(settings.token_file, read_tokens), LocalUsers(named)
     if named:
         raise UsageError(f"--allow-uid has no effect with {flag} {at}, where everybody shows a token")
     return page_tokens(at, flag, settings), None
@@ -115,6 +118,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..net.loop import Loop
     from ..net.process import raise_file_limit, stop_on_signals
     from ..net.sd_notify import Notifier, keep_informed, reload_logs
+    from ..net.token_watch import watch_tokens
     from ..schemes.encodings import check_block
     from ..schemes.scheme import scheme_of
 
@@ -128,11 +132,12 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     named = users(arguments.allow_uid)
     tokens, local = _callers(at, "--at", settings, named)
     calls = parse_address(arguments.grpc) if arguments.grpc else None
+    callers = None
     if calls:
         from ..index.rpc import library
 
         assert library.__all__
-        _callers(calls, "--grpc", settings, named)
+        callers = _callers(calls, "--grpc", settings, named)
     notify = Notifier.from_environment()
     first = _objects(arguments.register, "each as for POST /register")
     schemes = [scheme_of(each) for each in _objects(arguments.schemes, "each a key scheme, as in docs/routing.md")]
@@ -145,7 +150,10 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         if not settings.origin("manager").startswith("default"):
             from ..client import Client
 
-            client = stack.enter_context(Client(**client_arguments(settings)))
+            try:
+                client = stack.enter_context(Client(**client_arguments(settings)))
+            except TransportError as exc:  # no mistake in the settings, as its exit code would say: a unit tries again
+                raise SimmError(str(exc)) from exc
             shared = asking(client, given=schemes, libraries=hash_libraries())
         index = Blocks(seed)
         publishers = Publishers(index)
@@ -162,12 +170,14 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
                   verbs=service.verbs, basic=True, users=local, keep_s=KEEP_S,
                   connections_max=CONNECTIONS_MAX)  # fmt: skip
         stack.callback(web.close)
+        watch_tokens(loop, tokens)
         loop.call_every(1.0, servers.expire)
         more = ""
-        if calls:
+        if calls and callers:
             from ..index.rpc.rpcs import Rpcs
 
-            rpcs = Rpcs(service, calls, *_callers(calls, "--grpc", settings, named))
+            rpcs = Rpcs(service, calls, *callers)
+            watch_tokens(loop, callers[0])
             stack.callback(rpcs.close)
             more = str(rpcs.address)
         loop.running = True

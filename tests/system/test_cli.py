@@ -424,6 +424,43 @@ def test_commands_look_where_local_was_told_to_put_its_sockets(nothing_is_left: 
             process.communicate(timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("drawn", [True, False])
+def test_issue_two_local_clusters_of_a_login_have_folders_of_their_own(
+    drawn: bool, nothing_is_left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where XDG_RUNTIME_DIR is set both had it, and commands for one cluster changed the other as well.
+
+    Also where the first has its token from a file: its folder is then published without one.
+    """
+    with tempfile.TemporaryDirectory(prefix="x", dir=nothing_is_left) as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        given = []
+        if not drawn:
+            token = Path(folder, "token")
+            token.touch(0o600)
+            token.write_text("admin all a-token-of-sixteen-bytes-or-more\n")
+            monkeypatch.setenv("SIMM_TOKEN_FILE", str(token))
+            given = ["--token-file", str(token)]
+        # The other one's sockets are where commands look without being told.
+        where = [] if drawn else ["--runtime-dir", f"{folder}/simm"]
+        first, second = start_local(*given), start_local(*given, *where)
+        try:
+            for _, manager in (first, second):
+                with Client(manager) as client:
+                    assert client.put("k", b"v")
+            done = subprocess.run(
+                [sys.executable, "-m", "simm", "ctl", "evict", "*", "--manager", first[1]],
+                capture_output=True, text=True, timeout=WAIT_S, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done
+            with Client(first[1]) as one, Client(second[1]) as other:
+                assert one.get("k") is None and other.get("k") == b"v"
+        finally:
+            for process, _ in (first, second):
+                process.terminate()
+                process.communicate(timeout=WAIT_S)
+
+
 def test_local_tells_a_person_where_the_page_is(nothing_is_left: Path) -> None:
     port = reserve_port()
     terminal, theirs = os.openpty()
@@ -482,6 +519,11 @@ def test_local_hands_each_server_the_flags_that_are_its_own() -> None:
         "--numa=0", f"--memory={2 << 30}", "--policy=lru", "--no-warm", "--listen=127.0.0.1:0",
     ]  # fmt: skip
     assert "--memory=auto" in cli.server_flags(load("local", {"memory": "auto"}, {}))["dataserver"]
+    # What the surroundings say is no flag; what somebody names is.
+    flags = cli.server_flags(load("local", {}, {"XDG_RUNTIME_DIR": "/run/user/7"}))
+    assert not any("--runtime-dir" in flag for each in flags.values() for flag in each)
+    named = cli.server_flags(load("local", {"runtime_dir": "/x"}, {"XDG_RUNTIME_DIR": "/run/user/7"}))
+    assert "--runtime-dir=/x" in named["dataserver"]
     # The children have a current folder of their own.
     assert f"--log-file={os.getcwd()}/log" in cli.server_flags(load("local", {"log_file": "log"}, {}))["manager"]
 

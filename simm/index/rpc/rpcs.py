@@ -54,6 +54,7 @@ class Rpcs:
     Args:
         at: where to listen.
         tokens: one of which callers show, as the metadata ``authorization: Bearer TOKEN``; none: everybody may call.
+            Each call asks for what there is then.
         users: whose processes need no token, for a server on loopback; None: nobody's.
 
     Raises SimmError for an address that cannot be bound.
@@ -64,7 +65,7 @@ class Rpcs:
     ) -> None:
         self._service = service
         self._users = users
-        self._tokens = [token.secret.encode() for token in tokens]
+        self._tokens = tokens
         self._lock = threading.Lock()
         #: The calls whose message has not come, in order of arrival.
         self._waiting: dict[Any, None] = {}
@@ -138,7 +139,8 @@ class Rpcs:
         for key, value in context.invocation_metadata():
             scheme, _, given = str(value).strip().partition(" ")
             if key == "authorization" and scheme.lower() == "bearer":
-                return token_fits(self._tokens, given.strip().encode())
+                tokens = self._tokens[:]  # those of one moment, as another thread follows their file
+                return token_fits([token.secret.encode() for token in tokens], given.strip().encode())
         return False
 
     def close(self) -> None:

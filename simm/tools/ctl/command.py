@@ -21,6 +21,7 @@ from ..console import EXIT_NO, EXIT_OK, Parser, end_cleanly_on_signals, guarded
 from ..nodes import bytes_text, cluster_lines, request, room_text, wait_drained
 from . import cluster, entries, grow, tuning, upstream, why
 from .tables import TABLES, Row, kept_text, namespace_rows, rates_text, table, worker_rows
+from .whose import Meant
 from .workers import Asked, ask_all, require_one
 
 _ABOUT = (
@@ -104,7 +105,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
         if every_s:
             raise UsageError("--watch only looks: it goes with what changes nothing")
         return act(settings, arguments)
-    return _show(lambda: _look(settings, arguments), every_s, as_json=arguments.json, watch=bool(every_s))
+    meant = Meant(settings)
+    return _show(lambda: _look(settings, arguments, meant), every_s, as_json=arguments.json, watch=bool(every_s))
 
 
 def _check_heeded(arguments: argparse.Namespace) -> None:
@@ -128,7 +130,7 @@ def _check_named(arguments: argparse.Namespace) -> None:
         check_namespace(word)
 
 
-def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:
+def _look(settings: Settings, arguments: argparse.Namespace, meant: Meant) -> Shown:
     """Return rows, their text, and whether all is well. Raises UsageError, TransportError."""
     what, words = arguments.what, arguments.words
 
@@ -154,7 +156,7 @@ def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:
             raise UsageError("shard takes list")
         rows, trouble = cluster.shard_rows(settings, asked)
         return rows, _noted(table(what, rows), trouble), not trouble
-    return _local(what, words, asked(), arguments.most)
+    return _local(what, words, meant.to_look_at(asked()), arguments.most)
 
 
 def _nodes(settings: Settings, words: Sequence[str], asked: Callable[[], list[Asked]]) -> Shown:
@@ -247,7 +249,7 @@ def _evict(settings: Settings, arguments: argparse.Namespace) -> int:
     namespace = cluster.one_word(arguments.words, "evict NAMESPACE")
     if namespace != "*":
         check_namespace(namespace)  # before anything is asked
-    asked = ask_all(settings.runtime_dir, arguments.server, settings.server_uid)
+    asked = Meant(settings).to_change(ask_all(settings.runtime_dir, arguments.server, settings.server_uid))
     require_one(asked)
     rows = entries.evict(
         asked, None if namespace == "*" else namespace,

@@ -12,7 +12,7 @@ from ...errors import SimmError, TransportError, UsageError, printable
 from ...net.channel import Refused
 from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ..nodes import Line
-from .tuning import EVERY, admin_sockets, ask_admin, ask_from_afar, no_socket
+from .tuning import EVERY, ask_admin, ask_from_afar, no_socket, sockets_to_change
 
 #: Between two looks, seconds; and a server that is silent for so long is given up.
 POLL_S: Final = 0.2
@@ -40,7 +40,7 @@ class Target:
         if node:
             self.name = node
             return
-        found = admin_sockets(settings, server)
+        found = sockets_to_change(settings, server)
         if not found:
             raise no_socket(settings, server)
         if len(found) > 1:

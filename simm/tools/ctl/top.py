@@ -32,6 +32,7 @@ from ..connect import command_settings, manager_client, on_host
 from ..console import EXIT_OK, Parser
 from ..nodes import bytes_text, columns, state_text
 from .tables import Row, client_rows, ratio, totals_of, worker_rows
+from .whose import Meant, cluster_in
 from .workers import Asked, ask_all
 
 _ABOUT = (
@@ -86,13 +87,15 @@ class Sight:
     def look(self) -> Look:
         """Return what there is now. It takes the time of the slowest worker to answer, 3 s at most."""
         trouble = []
+        status = self._status()
         try:
-            asked = ask_all(on_host(self._settings).runtime_dir, self._server, self._settings.server_uid)
+            settings = on_host(self._settings)
+            asked = ask_all(settings.runtime_dir, self._server, settings.server_uid)
+            asked = Meant(settings).to_look_at(asked, cluster_in(status or {}))
         except UsageError as exc:
             asked = []
             trouble.append(str(exc))
         trouble += [f"{each.name} does not answer: {each.why}" for each in asked if not each.stats]
-        status = self._status()
         if status is None:
             trouble.append(self._why)  # which says that no manager answers, or why one refuses
         return Look(asked, status, trouble)

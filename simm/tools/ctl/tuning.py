@@ -19,6 +19,7 @@ from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
 from .unit_folders import elsewhere
+from .whose import Meant
 from .workers import ANSWER_S, not_to_be_seen
 
 #: In place of a data server's name: all of them.
@@ -110,6 +111,13 @@ def admin_sockets(settings: Settings, server: str) -> dict[str, str]:
     return {name: path for name, path in found.items() if server in ("", name)}
 
 
+def sockets_to_change(settings: Settings, server: str) -> dict[str, str]:
+    """Return those of :func:`admin_sockets` whose servers may be changed (``whose.py``). Raises UsageError."""
+    found = admin_sockets(settings, server)
+    may = Meant(settings).servers_to_change(server) if found else None
+    return {name: path for name, path in found.items() if may is None or name in may}
+
+
 def ask_admin(settings: Settings, path: str, ask: AskSettings) -> bytes:
     """Return what a data server of this host answers. Raises Refused, TransportError."""
     with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
@@ -137,7 +145,7 @@ def no_socket(settings: Settings, server: str) -> TransportError:
 def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     failed = []
-    for name, path in admin_sockets(settings, server).items():
+    for name, path in (sockets_to_change if ask.name else admin_sockets)(settings, server).items():
         try:
             found += _rows(ask_admin(settings, path, ask), name)
         except Refused as exc:

@@ -58,6 +58,14 @@ def test_the_folder_of_its_sockets_is_found_with_it(tmp_path: Path) -> None:
         made.close()
 
 
+def test_issue_a_cluster_without_a_token_of_its_own_is_found_too(tmp_path: Path) -> None:
+    """Its sockets were not: commands for it took those of another cluster."""
+    sockets = tmp_path / "run"
+    made = PublishedToken(tmp_path, HERE, "", sockets)
+    assert find_sockets(tmp_path, [HERE]) == sockets and find(tmp_path, [HERE]) == ""
+    made.close()
+
+
 def test_a_listener_on_all_addresses_is_found_on_loopback(tmp_path: Path) -> None:
     for host, reached in (("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("localhost", "127.0.0.1")):
         made = PublishedToken(tmp_path, Address(host, 1), TOKEN)

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 import simm
+from simm import shm
 from simm.host.file_locks import LockFile
 from simm.sdk import local_cluster
 from simm.sdk.local_cluster import child_environment
+from tests.support.left_arenas import make_arena
+from tests.support.processes import remove_left_by
 
 
 def test_children_import_the_same_package_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +61,31 @@ def test_a_folder_that_another_process_cleans_away_is_made_again(
         folder = local_cluster._make_folder(undo)
         assert os.listdir(folder) == [local_cluster._LOCK] and not gone[0].startswith(folder)
     assert os.listdir(tmp_path) == []
+
+
+def test_issue_the_arena_of_another_data_server_of_this_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ``simm local`` with one name the first took five seconds to end. What its own processes hold goes."""
+    name = f"both{os.getpid()}"
+    other, own = (make_arena(f"simm-{os.geteuid()}-{name}-0-{instance:016x}") for instance in (1, 2))
+
+    def released(_seconds: float) -> None:
+        assert process.poll() is None and not looks, "it waits for its own processes alone"
+        looks.append(_seconds)
+        own.close()
+        process.kill()
+        process.wait()
+
+    looks: list[float] = []
+    monkeypatch.setattr(local_cluster.time, "sleep", released)
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        local_cluster._remove_arenas(name, [process.pid], keep_suspended=True)
+        assert looks and os.path.exists(f"{shm.SHM_DIR}/{other.name}")
+        assert not os.path.exists(f"{shm.SHM_DIR}/{own.name}")
+        other.close()
+        local_cluster._remove_arenas(name, [process.pid], keep_suspended=True)
+        assert not os.path.exists(f"{shm.SHM_DIR}/{other.name}")
+    finally:
+        process.kill()
+        process.wait()
+        remove_left_by(name)

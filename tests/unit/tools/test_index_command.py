@@ -150,6 +150,19 @@ def test_it_may_open_as_many_files_as_it_is_allowed(monkeypatch: pytest.MonkeyPa
     assert raised
 
 
+def test_issue_a_manager_that_does_not_answer_yet_is_no_mistake_in_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A unit does not try again after status 2: after a host's start the index would stay away for ever."""
+    for each in ("zmq", "msgspec", "xxhash"):
+        pytest.importorskip(each, reason="the extra simm-store[index] is not installed")
+    monkeypatch.setattr(process, "raise_file_limit", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as left:
+        port = left.getsockname()[1]
+    assert main(["index", "--at", "127.0.0.1:0", "--manager", f"127.0.0.1:{port}", "--deadline-ms", "100"]) == 1
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
 def test_a_file_of_publishers_is_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
     path = tmp_path / "publishers.json"
