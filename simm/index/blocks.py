@@ -292,27 +292,28 @@ class Blocks:
             return
         lane = self._lane(source, where.group, rank)
         if event.tokens is None:
-            self._known(source, event.hashes, lane, tier)
+            self._known(source, event.hashes, lane, tier, source.registration.type == "vllm" and not event.rooted)
             return
         size = event.block_size or source.registration.block_size
         if size is None or len(event.tokens) != 4 * size * len(event.hashes):
             raise Missed("not the tokens of all blocks")
         source.pairs |= event.pairs
-        todo = [Parked(event, rank, set())]
+        todo = [] if event.rest and source.join(event, lane) else [Parked(event, rank, set())]
         while todo:
             parked = todo.pop()
             try:
-                added = self._stored_behind(source, parked, lane, size)
+                added = self._stored_behind(source, parked, lane)
             except Ignored as why:  # of this one alone
                 source.ignore(why)
                 continue
             if added and source.waiting:
-                for name in parked.event.hashes:
+                for name in parked.names:
                     todo += source.unpark(name, lane)
 
-    def _stored_behind(self, source: Source, parked: Parked, lane: int, size: int) -> bool:
+    def _stored_behind(self, source: Source, parked: Parked, lane: int) -> bool:
         """Add blocks behind their parent. Return False if it is unknown, and they wait for it."""
-        event, rank = parked.event, parked.rank
+        event = parked.event
+        size = event.block_size or source.registration.block_size  # its own: its parent's event may name another one
         key: int | None = None
         if event.parent is None:
             space = source.space(event.where, size)
@@ -321,11 +322,17 @@ class Blocks:
             if holder is None:
                 source.park(parked, lane)
                 return False
-            if holder.space.block_size != (event.block_size or size):
+            if holder.space.block_size != size:
                 raise Missed("blocks of another size than their parent")
             space = holder.space
+        for part in parked.parts:
+            key = self._add_part(source, parked, part, lane, key, space)
+        return True
+
+    def _add_part(self, source: Source, parked: Parked, event: Stored, lane: int, key: int | None, space: Space) -> int:
+        """Add a part's blocks behind that key. Return its last one's, as the next part may find that block gone."""
         assert event.tokens is not None
-        step = event.block_size or size
+        rank, step = parked.rank, space.block_size
         tier = source.tier(event.where)
         holder = None
         if tier != GPU and source.registration.type == "vllm" and not event.extras:
@@ -334,6 +341,7 @@ class Blocks:
             keys = chain(event.tokens, step, parent=key, extras=event.extras, seed=self.seed)
             node = event.where.owner if source.registration.store else None
             holder = self._holder(source, space, rank, event.where.group, node or source.registration.node)
+        last = keys[-1]
         names: Sequence[int] = event.hashes
         if parked.gone:
             kept = [at for at, name in enumerate(names) if name not in parked.gone]
@@ -342,7 +350,7 @@ class Blocks:
             # vLLM tells of each copy. But without a parent it may only report once more what it has.
             copies = source.registration.type == "vllm" and event.parent is not None and not event.rooted
             self._collect(Late(source, holder, lane, tier, copies, {}, event, rank), names, keys)
-        return True
+        return last
 
     def _told(self, event: Stored, lane: int, key: int | None, step: int) -> tuple[Holder | None, list[int]]:
         """Return the holder and the keys of blocks of which the engine has told more before; no holder if it has not.
@@ -489,8 +497,8 @@ class Blocks:
         more = (before >> np.uint32(shift) & np.uint32(MOST)) < most
         counts[slots] = before + (more.astype(np.uint32) << np.uint32(shift))
 
-    def _known(self, source: Source, names: Sequence[int], lane: int, tier: int) -> None:
-        """Count blocks that an event names without tokens: another tier of those that are known."""
+    def _known(self, source: Source, names: Sequence[int], lane: int, tier: int, copies: bool) -> None:
+        """Count blocks that an event names without tokens: another tier of those known. ``copies`` as in _hold."""
         mine = np.unique(np.array(names, np.uint64))
         slots = self._aliases.find(mine, np.full(len(mine), lane, np.uint32))
         slots = slots[slots >= 0]
@@ -502,7 +510,7 @@ class Blocks:
             holder = self._holders.get(number)
             if holder is not None:
                 keys = self._aliases.columns["key"][slots[holders == number]].tolist()
-                self._hold(source, holder, keys, tier, source.registration.type == "vllm")
+                self._hold(source, holder, keys, tier, copies)
 
     def _unhold_one(self, source: Source, name: int, lane: int, tier: int) -> None:
         slot = self._aliases.find_one(name, lane)

@@ -24,6 +24,8 @@ EVENTS_MAX: Final = 1 << 17
 #: Of blocks, those of one event and of all of a message. SGLang tells all that it evicts at once by one event, and a
 #: page can be one token.
 BLOCKS_MAX: Final = 1 << 20
+#: Of an event that is not cut, as any of its blocks may say what all others depend on.
+WHOLE_MAX: Final = 1 << 16
 #: Of an event's tokens, of its blocks that have extra keys, and of a text.
 TOKENS_MAX: Final = 1 << 20
 EXTRAS_MAX: Final = 1 << 16
@@ -79,7 +81,7 @@ class Stored(NamedTuple):
         pairs: the blocks are of pairs of neighbouring tokens. ``tokens`` has the first of each, and ``extras`` begin
             with the token behind the block, as :func:`~simm.index.keys.pair_chain` hashes it.
         rest: a further part of an event that was cut (:func:`slices`).
-        rooted: the same of an event without a parent.
+        rooted: any part of one with tokens and without a parent: no copies (``Blocks._add_part``).
         whole: blocks and ``nbytes`` of all parts of an event that was cut; None of one that was not.
     """
 
@@ -250,7 +252,8 @@ def slices(
         most: blocks of a slice. An event that names none counts as one.
         block_size: tokens of a block, of events that do not tell.
         gpu_only: no event of another tier is cut that has tokens and no extras. Of vLLM's, any block may say what
-            salt and images all others depend on.
+            salt and images all others depend on. One of more than WHOLE_MAX blocks is cut without its tokens: it then
+            counts for the blocks that are known.
     """
     found: list[list[Event]] = []
     left = 0
@@ -276,13 +279,17 @@ def _parts(event: Stored | Removed, most: int, block_size: int | None, gpu_only:
             yield event._replace(hashes=names[at : at + most])
         return
     tokens, step = event.tokens, 4 * (event.block_size or block_size or 0)
-    if tokens is None:
-        names = array("Q", dict.fromkeys(names))  # a name that comes again is no copy
-    elif len(tokens) != step * len(names) or (
-        gpu_only and not event.extras and (event.where.medium or "gpu").lower() != "gpu"
-    ):
+    rooted = tokens is not None and event.parent is None
+    if tokens is not None and len(tokens) != step * len(names):
         yield event
         return
+    if tokens is not None and gpu_only and not event.extras and (event.where.medium or "gpu").lower() != "gpu":
+        if len(names) <= WHOLE_MAX:
+            yield event
+            return
+        tokens, event = None, event._replace(standard=False)  # whose names are no keys, as with tokens
+    if tokens is None:
+        names = array("Q", dict.fromkeys(names))  # a name that comes again is no copy
     whole = len(names), event.nbytes + (len(names) - 1) // most * _STORED_BYTES
     for at in range(0, len(names), most):
         stop = at + most
@@ -290,7 +297,7 @@ def _parts(event: Stored | Removed, most: int, block_size: int | None, gpu_only:
             hashes=names[at:stop], parent=names[at - 1] if at else event.parent, extras=event.extras[at:stop],
             # A copy: a part may wait for long, and must not keep the tokens of all others.
             tokens=None if tokens is None else memoryview(bytes(tokens[step * at : step * stop])),
-            rest=at > 0, rooted=at > 0 and event.parent is None, whole=whole,
+            rest=at > 0, rooted=rooted, whole=whole,
         )  # fmt: skip
 
 

@@ -359,7 +359,12 @@ class Publishers:
         try:
             yield
         except Exception:
-            log.exception("a message of %r", link.stream.source.registration.instance)
+            counts = link.stream.counts
+            counts["failures"] += 1
+            if counts["failures"] in LOGGED:
+                log.exception(
+                    "a message of %r (%d so far)", link.stream.source.registration.instance, counts["failures"]
+                )
             link.end_replay()
             link.stream.disconnected()
 

@@ -147,16 +147,30 @@ class Holder:
 
 @dataclass(eq=False)
 class Parked:
-    """An event that waits for its parent, and which of its blocks were removed meanwhile."""
+    """An event that waits for its parent, and which of its blocks were removed meanwhile.
+
+    ``rest``: the further parts of one that was cut, in their order.
+    """
 
     event: Stored
     rank: int
     gone: set[int]
+    rest: tuple[Stored, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """All its parts: it waits as a whole, and is added as a whole."""
+        return (self.event, *self.rest)
+
+    @property
+    def names(self) -> list[int]:
+        """What the engine calls its blocks. O(blocks)."""
+        return [name for part in self.parts for name in part.hashes]
 
     @property
     def nbytes(self) -> int:
         """See ``Stored``."""
-        return self.event.nbytes
+        return sum([each.nbytes for each in self.parts])
 
 
 class Expected(NamedTuple):
@@ -185,6 +199,8 @@ class Source:
     naming: dict[tuple[int, int], Parked | dict[Parked, None]] = field(default_factory=dict)
     waiting: int = 0
     waiting_bytes: int = 0
+    #: The last event that was cut and waits: its further parts come next.
+    cut: Parked | None = None
     expected: deque[Expected] = field(default_factory=lambda: deque(maxlen=EXPECTED_MAX))
     #: Names of media that have no tier, and what was not counted, by reason.
     media: set[str] = field(default_factory=set)
@@ -193,7 +209,7 @@ class Source:
     ignored: Counter[str] = field(default_factory=Counter)
     #: Events since which not all is known that it has.
     missed: int = 0
-    #: Ranks that it has told of, ever; and those that have cleared their caches, and of which all is known since.
+    #: Ranks that its process has told of; and those that have cleared their caches, and of which all is known since.
     ranks: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
     #: It has told of blocks of pairs of tokens: questions with tokens need those keys, too.
@@ -257,26 +273,41 @@ class Source:
     def park(self, parked: Parked, lane: int) -> None:
         """Let an event wait for its parent, in place of the oldest if need be. O(blocks). Raises Missed.
 
-        An event that was cut waits as a whole or not at all: no part of one waits that has more blocks than may wait.
+        An event that was cut waits as a whole or not at all: the first part makes room for all, and :meth:`join` adds
+        the others to it.
         """
         event = parked.event
         assert event.parent is not None
-        names, nbytes = event.hashes, event.nbytes
-        blocks, room = event.whole or (len(names), nbytes)
-        if blocks > PARKED_MAX or room > PARKED_BYTES_MAX:
-            if not event.rest:
-                raise Missed("too many blocks to wait for a parent")
-            self.miss()  # counted with the first part
+        if event.rest:  # the part before it was refused, and has been counted
+            self.miss()
             return
-        self.ignored["waits for its parent"] += not event.rest
-        if event.rest:  # the first part has made room for all: a later one must not expel it
-            blocks, room = len(names), nbytes
+        blocks, room = event.whole or (len(event.hashes), event.nbytes)
+        if blocks > PARKED_MAX or room > PARKED_BYTES_MAX:
+            raise Missed("too many blocks to wait for a parent")
+        self.ignored["waits for its parent"] += 1
         while self.parked and (self.waiting + blocks > PARKED_MAX or self.waiting_bytes + room > PARKED_BYTES_MAX):
             self.unpark(*next(iter(self.parked)))
             self.miss()
         self.parked.setdefault((event.parent, lane), []).append(parked)
+        for part in parked.parts:
+            self._wait(parked, part, lane)
+        if event.whole is not None:
+            self.cut = parked
+
+    def join(self, part: Stored, lane: int) -> bool:
+        """Let a further part of an event wait with the first one. Return False if that does not wait. O(blocks)."""
+        parked = self.cut
+        if parked is None or parked.event.whole is not part.whole or parked.parts[-1].hashes[-1] != part.parent:
+            return False
+        parked.rest += (part,)
+        self._wait(parked, part, lane)
+        return True
+
+    def _wait(self, parked: Parked, part: Stored, lane: int) -> None:
+        """Count the blocks of a part that waits."""
+        names = part.hashes
         self.waiting += len(names)
-        self.waiting_bytes += nbytes
+        self.waiting_bytes += part.nbytes
         for name in names if not parked.gone else set(names) - parked.gone:
             there = self.naming.setdefault((name, lane), parked)
             if isinstance(there, dict):
@@ -288,9 +319,12 @@ class Source:
         """Return the events that wait for a parent, the oldest first, and let them wait no more. O(their blocks)."""
         found = self.parked.pop((parent, lane), [])
         for each in found:
-            self.waiting -= len(each.event.hashes)
+            if each is self.cut:
+                self.cut = None
+            names = each.names
+            self.waiting -= len(names)
             self.waiting_bytes -= each.nbytes
-            for name in each.event.hashes:
+            for name in names:
                 there = self.naming.get((name, lane))
                 if isinstance(there, dict):
                     there.pop(each, None)
@@ -302,6 +336,7 @@ class Source:
         """Forget all that waits."""
         self.parked.clear()
         self.naming.clear()
+        self.cut = None
         self.waiting = self.waiting_bytes = 0
 
 

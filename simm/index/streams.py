@@ -211,8 +211,12 @@ class Stream:
             self._take(number, payload)
 
     def _anew(self) -> None:
-        """Begin with a publisher of which nothing is known."""
+        """Begin with a publisher of which nothing is known, nor which ranks it has.
+
+        If it is the same process after all, a rank that is heard later takes back what clears have said until then.
+        """
         self._lose()
+        self.source.ranks.clear()
         self.next, self._live = None, -1
         self.replaying = self.aside = self.source.stale = False
         self.failures = 0

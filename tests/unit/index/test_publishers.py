@@ -124,6 +124,31 @@ def test_messages_come_and_a_hole_is_replayed(tmp_path: Path, topic: bool) -> No
     engine.close()
 
 
+def test_messages_that_fail_are_not_all_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A publisher could fill the log with tracebacks."""
+    engine = Engine(tmp_path)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise IndexError("an error in the index")
+
+    with _publishers() as publishers:
+        source = _register(publishers, engine, replay=False)
+        monkeypatch.setattr(publishers.index, "apply", fails)
+
+        def failed() -> bool:
+            engine.tell(stored(1))
+            stream = publishers.stream(source)
+            return stream is not None and stream.counts["failures"] >= 12
+
+        wait_until(failed, "messages that fail")
+        assert publishers.alive
+    found = [each for each in caplog.records if "an error in the index" in (each.exc_text or str(each.exc_info))]
+    assert len(found) == 2, "the first and the tenth"
+    engine.close()
+
+
 def test_a_publisher_that_is_restarted_is_cleared(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     with _publishers() as publishers:

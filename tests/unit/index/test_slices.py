@@ -11,9 +11,11 @@ msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is 
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index import events as events_module  # noqa: E402
+from simm.index import sources as sources_module  # noqa: E402
 from simm.index import streams as streams_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
-from simm.index.events import Cleared, Removed, Stored, decode, slices  # noqa: E402
+from simm.index.events import WHOLE_MAX, Cleared, Removed, Stored, decode, slices  # noqa: E402
 from simm.index.keys import request_keys  # noqa: E402
 from simm.index.scores import score  # noqa: E402
 from simm.index.sources import Registration, Space  # noqa: E402
@@ -166,10 +168,131 @@ def test_only_what_has_tokens_and_no_extras_is_left_whole_in_other_tiers() -> No
         assert len(slices(events, 2)) == 2
 
 
+def test_an_event_that_is_not_cut_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message's blocks may be a million, and an event that is not cut held up all questions for that long."""
+    many = WHOLE_MAX + 5
+    events = decode(packed(stored(list(range(many)), [1] * many, medium="CPU"))).events
+    parts = slices(events, 4096, gpu_only=True)
+    found = [each for (each,) in parts if isinstance(each, Stored)]
+    assert max(len(each.hashes) for each in found) <= 4096 and sum(len(each.hashes) for each in found) == many
+    assert all(each.tokens is None for each in found)
+    monkeypatch.setattr(events_module, "WHOLE_MAX", 2)
+    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    index, stream = world("vllm")
+    stream.message(0, packed(stored([1, 2, 3], TOKENS[:3], extra_keys=[["salt"], None, None])))
+    stream.message(1, packed(stored([1, 2, 3, 4], TOKENS[:4], medium="CPU")))
+    assert not stream.complete and stream.source.ignored == {"unknown blocks without tokens": 1}
+    stream.message(2, packed(removed([1, 2, 3])))
+    match = score(index, Space("m", "", "default", "salt", 1), request_keys(TOKENS[:4], 1)).matches.get("A")
+    assert match is not None and match.blocks == 3, "those that are known, in their space"
+    assert claim(index) == 0
+
+
+@pytest.mark.parametrize("bound", [WHOLE_MAX, 2], ids=["whole", "without its tokens"])
+@pytest.mark.parametrize("parent", [None, 1])
+def test_a_long_report_is_as_many_copies_as_a_short_one(
+    parent: int | None, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those above the bound each counted a further copy, and the blocks stayed when they were gone."""
+    monkeypatch.setattr(events_module, "WHOLE_MAX", bound)
+    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    _, stream = world("vllm")
+    begin = 1 if parent else 0
+    names = [1, 2, 3, 4, 5][begin:]
+    stream.message(0, packed(stored([1, 2, 3, 4, 5], TOKENS[:5])))
+    for number in (1, 2):
+        stream.message(number, packed(stored(names, TOKENS[begin:5], parent, medium="CPU")))
+    stream.message(3, packed(removed([1, 2, 3, 4, 5]), removed(names) | {"medium": "CPU"}))
+    assert stream.source.blocks == (len(names) if parent else 0)
+    stream.message(4, packed(removed(names) | {"medium": "CPU"}))
+    assert not stream.source.blocks and stream.complete
+
+
+# -- events that wait for their parent ----------------------------------------------------------------
+
+
+def _held(index: Blocks) -> list[Any]:
+    return [(holder.space, sorted(zip(keys.tolist(), counts.tolist()))) for holder, keys, counts
+            in index.held(1 << 20)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_what_goes_of_an_event_that_waits_goes_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the last block of a part went meanwhile, the next part waited for it, and nobody would tell of it again."""
+    dice = random.Random(kind)
+    waited = 0
+    for _ in range(dosed(40, quick=10)):
+        begins, ends = dice.randrange(2, 6), dice.randrange(7, 19)
+        first = stored(list(range(begins, ends)), TOKENS[begins - 1 : ends - 1], begins - 1)
+        behind = stored(list(range(ends, 21)), TOKENS[ends - 1 : 20], ends - 1)
+        messages = [packed(first), packed(behind)]
+        if dice.random() < 0.5:
+            messages.reverse()
+        messages.append(packed(first)) if dice.random() < 0.3 else None
+        gone = [name for name in range(begins, 21) if dice.random() < 0.3]
+        messages += [packed(removed([name])) for name in gone]
+        messages.append(packed(stored(list(range(1, begins)), TOKENS[: begins - 1])))
+        found = []
+        for most in (1, 3, 4, 1 << 20):
+            monkeypatch.setattr(streams_module, "_SLICE", most)
+            index, stream = world(kind)
+            for number, message in enumerate(messages):
+                stream.message(number, message)
+                waited = max(waited, stream.source.waiting)
+            source = stream.source
+            found.append((_held(index), source.blocks, source.waiting, len(source.naming), stream.complete))
+            if ends - 1 not in gone:  # else the other event waits on
+                assert source.waiting == source.waiting_bytes == len(source.naming) == 0
+        assert found.count(found[-1]) == len(found)
+    assert waited > 10
+
+
+def test_an_event_that_waits_is_dropped_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first part was dropped for want of room, and the others stayed, of which none could be added any more."""
+    monkeypatch.setattr(streams_module, "_SLICE", 3)
+    monkeypatch.setattr(sources_module, "PARKED_MAX", 10)
+    index, stream = world()
+    stream.message(0, packed(stored(list(range(2, 10)), TOKENS[1:9], 1)))
+    source = stream.source
+    assert source.waiting == 8 and len(source.parked) == 1
+    stream.message(1, packed(stored([101, 102, 103], [7, 8, 9], 100)))
+    assert source.waiting == len(source.naming) == 3 and [name for name, _ in source.parked] == [100]
+    stream.message(2, packed(stored([1], TOKENS[:1])))
+    assert claim(index) == 1 and not stream.complete
+    stream.message(3, packed(stored(list(range(201, 212)), TOKENS[:11], 200)))
+    assert source.waiting == 3, "more than may wait"
+    assert source.ignored["too many blocks to wait for a parent"] == 1
+    stream.message(4, packed(stored([100], [6])))
+    assert not source.waiting and not source.waiting_bytes and not source.naming and source.cut is None
+
+
+def test_no_part_waits_for_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "_SLICE", 2)
+    _, stream = world()
+    stream.message(0, packed(stored([1], TOKENS[:1])))
+    stream.message(1, packed(stored([2, 3, 4, 5], TOKENS[:8], 1)))
+    source = stream.source
+    assert source.ignored == {"blocks of another size than their parent": 1}
+    assert not source.waiting and not source.naming and not stream.complete
+
+
+def test_an_event_without_a_block_size_does_not_take_that_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had no block of that size, and the whole message failed."""
+    for most in (1, 4096):
+        monkeypatch.setattr(streams_module, "_SLICE", most)
+        _, stream = world()
+        stream.message(0, packed(stored([2, 3], [7, 8], 1, block_size=None)))
+        source = stream.source
+        assert source.waiting == 2
+        stream.message(1, packed(stored([50], [9]), stored([1], [5, 6]), removed([50])))
+        assert source.ignored["blocks of another size than their parent"] == 1
+        assert source.blocks == 1 and not source.waiting and not source.naming and not stream.complete
+
+
 def _random(dice: random.Random) -> list[dict[str, Any]]:
     """Prompts that share their beginnings, in events of many blocks, with what goes of them, and comes once more.
 
-    No block waits for its parent: if it goes meanwhile, those behind it in its part wait on.
+    No block waits for its parent: if that goes in the same message, those behind it wait on.
     """
     begin = [dice.randrange(9) for _ in range(8)]
     prompts = [begin + [dice.randrange(9) for _ in range(16)] for _ in range(4)]
@@ -204,9 +327,7 @@ def test_slices_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             index, stream = world(kind)
             for number, at in enumerate(range(0, len(events), 5)):
                 stream.message(number, packed(*events[at : at + 5]))
-            held = [(holder.space, sorted(zip(keys.tolist(), counts.tolist()))) for holder, keys, counts
-                    in index.held(1 << 20)]  # fmt: skip
-            found.append((held, stream.source.blocks, stream.source.waiting, stream.complete))
+            found.append((_held(index), stream.source.blocks, stream.source.waiting, stream.complete))
         assert found.count(found[-1]) == len(found)
         most_held = max(most_held, found[-1][1])
     assert most_held > 20

@@ -376,7 +376,9 @@ def test_one_rank_does_not_speak_for_all() -> None:
     assert not stream.complete and _claims(index)[:2] == [0, 0]
     stream.disconnected()
     _take(stream, (5, told(0, CLEARED, stored(0))))
-    assert not stream.complete and stream.source.lost and _claims(index)[0] == 3
+    assert stream.complete and _claims(index)[0] == 3, "another process, which may have this rank alone"
+    _take(stream, (6, told(1, stored(1))))
+    assert not stream.complete and stream.source.lost and _claims(index)[:2] == [3, 3], "or the same one after all"
 
 
 def _told(rank: int, *events: Any) -> bytes:
@@ -417,6 +419,21 @@ def test_a_rank_that_speaks_after_the_others_have_cleared_was_not_known(later: d
     assert not stream.complete and stream.source.lost
     _take(stream, (9 + 2 * again, _told(1, CLEARED)), (10 + 2 * again, _told(0, CLEARED)))
     assert stream.complete and not stream.source.lost, "each has cleared now"
+
+
+@pytest.mark.parametrize("restart", ["disconnected", "number"])
+def test_a_process_of_fewer_ranks_than_the_one_before_is_healed_by_those_that_it_has(restart: str) -> None:
+    """It stayed stale for ever: rank 1 of the process before had never cleared its cache."""
+    stream = _of_all_ranks()
+    _take(stream, (0, _told(0, stored(0))), (1, _told(1, stored(1))))
+    if restart == "disconnected":
+        stream.disconnected()
+    _take(stream, (1, _told(0, stored(0))))  # its message 0 is missed
+    assert stream.source.lost and not stream.complete
+    _take(stream, (2, _told(0, CLEARED, stored(0))))
+    assert not stream.source.lost and stream.complete
+    _take(stream, (3, _told(1, stored(1))))
+    assert stream.source.lost and not stream.complete, "if it was the same process after all"
 
 
 def test_a_rank_that_begins_with_a_clear_hides_nothing() -> None:
