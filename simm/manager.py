@@ -143,7 +143,7 @@ class Manager(Service):
         self._push_frame, self._push_epoch = b"", 0
         self._encoded: Encoded | None = None
         self._links = ServerLinks(lambda: self.cluster.nodes)
-        self.advances: Advances = Advances(lambda: self.cluster, lease_s)
+        self.advances: Advances = Advances(lambda: self.cluster, lease_s, lambda: self.state.stored > 0)
         self.activity = activity.Activity(tokens)
         self.events = EventLog(lambda: len(self.cluster.live_workers()))
         self.pages = ManagerPages(self.status, self.standing, self._trouble, self.activity, self.events, loop.clock)
@@ -419,6 +419,7 @@ class Manager(Service):
         self._answer_waiting()
         found = self._map()
         epoch = found.msg.epoch
+        self.advances.tell_longer(self._subscribers, epoch)
         if epoch == self._push_epoch:
             return
         self._push_epoch = epoch

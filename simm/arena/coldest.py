@@ -36,13 +36,13 @@ least.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 from typing import Final
 
 from simm.arena.queues import Policy
-from simm.constants import SLAB_BYTES
+from simm.constants import NO_SLOT, SLAB_BYTES
 from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
 from simm.slab import ALIGN_SHIFT, CHUNK_SIZES, CHUNKS_PER_SLAB, FREE, LARGE, SLAB, Allocator, Span
 
@@ -552,6 +552,26 @@ class Windows:
             else:
                 slots += [owner for _, owner in self._allocator.chunks_of_slab(span.offset)]
         return slots
+
+
+def may_go(span: Span, allocator: Allocator, policy: Policy, holds: Mapping[int, object]) -> bool:
+    """Return True if everything in a span is free, or published, and neither held nor fresh while that is spared.
+
+    ``holds``: by the offsets of held chunks. O(held chunks, or chunks of the span), and by numpy.
+    """
+    if span.kind == FREE:
+        return True
+    if span.kind == LARGE:
+        if span.detail == NO_SLOT or span.offset in holds:
+            return False
+        return not (policy.sparing and policy.is_fresh(span.detail))
+    if allocator.unowned_of_slab(span.offset):
+        return False
+    if policy.sparing and policy.fresh_until(allocator.owners_of_slab(span.offset)) > policy.clock:
+        return False
+    if len(holds) < CHUNKS_PER_SLAB[span.detail]:
+        return not any(span.offset <= offset < span.offset + SLAB_BYTES for offset in holds)
+    return holds.keys().isdisjoint(range(span.offset, span.offset + SLAB_BYTES, CHUNK_SIZES[span.detail]))
 
 
 def _chunks(span: Span) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from ..constants import CHUNK_ALIGN_BYTES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from ..errors import CorruptionError
-from ..slab import ALIGN_SHIFT, CHUNK_SIZES, CLASS_TABLE, LARGE_GROUP, Allocator
+from ..slab import ALIGN_SHIFT, CHUNK_SIZES, CLASS_TABLE, LARGE_GROUP, Allocator, Span
+from .coldest import may_go
+from .queues import Policy
 
 _Numbers = NDArray[np.int64]
 
@@ -113,6 +115,79 @@ def free_all(allocator: Allocator, own: array[int], slots: Sequence[int], offset
         free(offset)
         own[slot] = -1
     return Counter([offset & -SLAB_BYTES for offset in offsets])
+
+
+def evict_slab(
+    allocator: Allocator, own: array[int], base: int, evict: Callable[[list[int], list[int]], None], most: int,
+    is_cut: Callable[[], bool],
+) -> None:  # fmt: skip
+    """Evict a slab's entries, ``most`` at once, and free it; only their chunks if it ``is_cut`` between two parts.
+
+    ``evict``: gets slots and their offsets; if it raises, the parts before are gone. ``own``: offsets by slot. O(n).
+    """
+    owners = allocator.owners_of_slab(base)
+    slots: list[int] = owners.tolist()
+    offsets: list[int] = np.frombuffer(own, np.int64).take(owners).tolist()
+    gone = 0
+    try:
+        while gone < len(slots) and not (gone and is_cut()):
+            some = slots[gone : gone + most]
+            evict(some, offsets[gone : gone + most])
+            for slot in some:
+                own[slot] = -1
+            gone += len(some)
+    finally:
+        if gone < len(slots):
+            for offset in offsets[:gone]:  # a slot that is gone owns no chunk
+                allocator.free(offset)
+    if gone == len(slots):
+        allocator.free_slab(base)
+
+
+class Begun:
+    """The slab that was emptied in part by the last request that was cut short. The next one of its size goes on there.
+
+    Elsewhere it would empty a part in vain again, while values of the slab's class take the free chunks of this one.
+    """
+
+    def __init__(self, allocator: Allocator, policy: Policy, holds: Mapping[int, object]) -> None:
+        self._allocator, self._policy, self._holds = allocator, policy, holds
+        self._need = 0
+        #: The slab, its class, for values of how many bytes, and until which clock of the policy; None: there is none.
+        self._noted: tuple[int, int, int, int] | None = None
+
+    def evicted(self, slab: Span, period: int) -> None:
+        """Note a slab that the need of the last :meth:`take` has emptied in part, for so long on the policy's clock.
+
+        ``period`` 0: it is empty, and no longer noted. O(1).
+        """
+        if period:
+            self._noted = slab.offset, slab.detail, self._need, self._policy.clock + period
+        elif self._noted is not None and self._noted[0] == slab.offset:
+            self._noted = None
+
+    def take(self, group: int, need: int, fences: Callable[[Span], bool]) -> Span | None:
+        """Return what is left of the slab if ``need`` bytes are wanted there and all of it may go, fresh or not.
+
+        It is noted until it is :meth:`evicted`, which the caller does unless too many entries wait to be dropped.
+        ``fences``: whether what is kept keeps a span. O(chunks of the slab), by numpy; O(1) if there is none.
+        """
+        self._need = need
+        if self._noted is None or self._noted[2] != need:
+            return None
+        base, old_group, _, until = self._noted
+        policy, allocator = self._policy, self._allocator
+        of_another = old_group == group or allocator.class_of_slab(base) != old_group  # or free
+        if need <= SLAB_BYTES and policy.clock <= until and not of_another:
+            span = allocator.span_at(base)
+            before, policy.sparing = policy.sparing, False  # else a value that was put there meanwhile keeps the slab
+            try:
+                if may_go(span, allocator, policy, self._holds) and not fences(span):
+                    return span
+            finally:
+                policy.sparing = before
+        self._noted = None
+        return None
 
 
 def overlapping(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32]) -> NDArray[np.bool_]:

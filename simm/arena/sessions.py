@@ -136,7 +136,7 @@ class SessionTable:
         self.granted_bytes_max = geometry.data_bytes // GRANTED_SHARE
         self.pinned_bytes = 0
         self.pinned_bytes_max = geometry.data_bytes // PINNED_SHARE
-        #: Calls of :meth:`grant` that brought nothing.
+        #: Calls of :meth:`grant` that brought nothing. Those that were cut short do not count: the next ones go on.
         self.refused = 0
         #: Asks a session's client for idle grants of about this many bytes. The worker sets it.
         self.recall: Callable[[Session, int], None] = lambda _session, _bytes: None
@@ -243,7 +243,7 @@ class SessionTable:
         """
         self._apply_pending()
         grants = self.allocate(session, size, count)
-        if not grants and count > 0:
+        if not grants and count > 0 and not self._space.cut_short:
             self.refused += 1
         return grants
 
@@ -254,13 +254,18 @@ class SessionTable:
         for values of half its size and more, as a rule: O(wants + log(bytes) * sessions), whatever the wants are.
         """
         grants: list[tuple[int, int, int]] = []
-        short_of = _MORE_THAN_ANY
-        for size, count in wants:
-            if size < short_of:
-                got = self.grant(session, size, count)
-                grants += got
-                if len(got) < count:
-                    short_of = _power_below(size)
+        short_of, space = _MORE_THAN_ANY, self._space
+        try:
+            for size, count in wants:
+                if size < short_of:
+                    got = self.grant(session, size, count)
+                    grants += got
+                    if len(got) < count:
+                        short_of = _power_below(size)
+                    if space.waiting is not None:
+                        space.gone += space.waiting()  # the next want has them dropped first
+        finally:
+            space.gone = 0
         return grants, short_of == _MORE_THAN_ANY
 
     def prepare_wanted(self) -> None:
@@ -316,6 +321,8 @@ class SessionTable:
                 session.granted_bytes += chunk
                 self.granted_bytes += chunk
                 return [(number, offset, chunk)]
+            if self._space.cut_short:
+                return []
         room = self._room(session, chunk)
         if count > room:
             if self._revoke_others(session, session.granted_bytes):
@@ -324,7 +331,7 @@ class SessionTable:
                 self._recall(session, chunk)
                 count = room
         offsets = self._space.allocate_many(size, count)
-        if len(offsets) < count:
+        if len(offsets) < count and not self._space.cut_short:  # else there is room once the session asks again
             if self._revoke_others(session):
                 offsets += self._space.allocate_many(size, count - len(offsets))
             if len(offsets) < count:

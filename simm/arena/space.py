@@ -40,21 +40,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simm.arena.coldest import NEVER, USED_MAX, Coldest, Windows, coarse
+from simm.arena.coldest import NEVER, USED_MAX, Coldest, Windows, coarse, may_go
 from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Ghosts, Victims
 from simm.arena.eviction import change, make_policy
 from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
 from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
-from simm.arena.rebuild import free_all, groups_of, reserve_all
+from simm.arena.rebuild import Begun, evict_slab, free_all, groups_of, reserve_all
 from simm.constants import BATCH_KEYS_MAX, KEEP_SHARES, NO_SLOT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import (
     ALIGN_SHIFT,
     CHUNK_SIZES,
-    CHUNKS_PER_SLAB,
-    FREE,
     GROUPS,
-    LARGE,
     LARGE_GROUP,
     SLAB,
     SLOTS_MAX,
@@ -67,6 +64,12 @@ from simm.slab import (
 #: By group: the size of its chunks on the policy's clock; 0 for large values, which have any.
 _WEIGHTS: Final = (*(size >> ALIGN_SHIFT for size in CHUNK_SIZES), 0)
 _NOTHING_HELD: Final = frozenset[int]().__contains__
+#: Steps of `Space.spare` for one batch, as long as each makes room for it: some milliseconds.
+SPARE_STEPS: Final = 16
+#: A request evicts no more once so many entries wait, or were dropped, with what it has: a quarter of a second's work.
+#: Each evicted one adds 63 at most. So there are parts of so many while there are groups.
+ORPHANS_MAX: Final = 1 << 16
+PART_WITH_GROUPS: Final = 512
 
 
 class Space:
@@ -102,9 +105,9 @@ class Space:
         #: Held chunks without a slot, freed at their last unhold.
         self._detached: set[int] = set()
         self._coldest = Coldest(self._allocator, self._policy, lambda at: self._evictable(self._allocator.span_at(at)))
-        may_go = lambda span: self._evictable(span)  # noqa: E731
+        evictable = lambda span: self._evictable(span)  # noqa: E731
         self._windows = Windows(
-            self._allocator, self._policy, self._coldest, may_go, self._offsets, lambda slot: self._is_held(slot)
+            self._allocator, self._policy, self._coldest, evictable, self._offsets, lambda slot: self._is_held(slot)
         )
         #: Per slab class: an own victim with this since, or an earlier one, is no younger than what other groups give.
         self._bounds = [-1] * GROUPS
@@ -127,6 +130,13 @@ class Space:
         #: Tells whether an entry is used by way of others, and is passed over; None: none is.
         self._is_used: Callable[[int], bool] | None = None
         self._heeded: tuple[Callable[[int], bool], Callable[[int], None]] | None = None
+        #: Returns how many entries wait to be dropped with what was evicted; None: evictions make none wait.
+        self.waiting: Callable[[], int] | None = None
+        #: How many of them the request under way has had dropped before this allocation.
+        self.gone = 0
+        #: Whether the last allocation ended early as those are too many. The next request goes on.
+        self.cut_short = False
+        self._begun = Begun(self._allocator, self._policy, self._holds)
         #: Entries evicted so far, by reason.
         self.victims = Victims(Ghosts(slots, keys) if keys is not None else None)
         self.evictions = self.victims.by_reason
@@ -138,22 +148,20 @@ class Space:
     def allocate(self, n: int) -> int:
         """Return the offset of a fresh chunk for ``n`` bytes, granted to the caller. Evict as needed.
 
-        Return -1 only if the value is larger than the region, or all room that was searched is held, granted or hard
-        kept; then later calls search on. `UsageError` below 1 byte. Amortised O(1) for a slab class; see the module.
+        Return -1 only if it was `cut_short`, the value is larger than the region, or all room that was searched is
+        held, granted or hard kept; then later calls go on. `UsageError` below 1 byte. Amortised O(1) for a slab class.
         """
+        self.cut_short = False
         offset = self._allocator.alloc(n)
         if offset >= 0:
             return offset
+        if self.waiting is not None and self._is_cut():
+            return -1
         if self.spare is not None:
-            self._drop_spare()
+            self.spare = self.spare if self.spare() else None  # a step: it may lie in slabs of all classes
             if (offset := self._allocator.alloc(n)) >= 0:
                 return offset
         return self._allocate_evicting(n)
-
-    def _drop_spare(self) -> None:
-        """Drop what nobody can read before anything else, a step of it: it may lie in slabs of all classes."""
-        if self.spare is not None and not self.spare():
-            self.spare = None
 
     def _allocate_evicting(self, n: int) -> int:
         """Do `allocate` for what finds no free room."""
@@ -171,15 +179,18 @@ class Space:
         return self._make_room(n)
 
     def allocate_many(self, n: int, count: int) -> list[int]:
-        """Return up to ``count`` chunks, as `allocate` does; fewer where it would return -1. `spare` is called once."""
+        """Return up to ``count`` chunks, as `allocate` does; fewer where it would return -1, or if `cut_short`."""
+        self.cut_short = False
         if count < 2:
-            offset = self.allocate(n) if count == 1 else -1
-            return [offset] if offset >= 0 else []
+            return [offset for _ in range(count) if (offset := self.allocate(n)) >= 0]
         offsets = self._allocator.alloc_many(n, count)
-        if len(offsets) < count and self.spare is not None:
-            self._drop_spare()
-            offsets += self._allocator.alloc_many(n, count - len(offsets))
-        while len(offsets) < count:
+        steps = SPARE_STEPS
+        while len(offsets) < count and self.spare is not None and steps and not self._is_cut():
+            self.spare = self.spare if self.spare() else None
+            made = self._allocator.alloc_many(n, count - len(offsets))
+            offsets += made
+            steps = steps - 1 if made else 0
+        while len(offsets) < count and not self._is_cut():
             if n <= SLAB_CHUNK_BYTES_MAX and class_of(n) not in self.kept.near:
                 self._reuse_own(n, offsets, count)
             if len(offsets) == count or (offset := self._allocate_evicting(n)) < 0:
@@ -194,7 +205,8 @@ class Space:
         if self._evict_many is None or policy.clock >= self._wakes:
             return
         rejected = self._is_held if self._holds or self._is_used else _NOTHING_HELD
-        slots = policy.take_victims(group, rejected, count - len(offsets), self._bounds[group])
+        most = count - len(offsets) if self.waiting is None else min(count - len(offsets), PART_WITH_GROUPS)
+        slots = policy.take_victims(group, rejected, most, self._bounds[group])
         if not slots:
             return
         found = [chunks[slot] for slot in slots]
@@ -399,13 +411,16 @@ class Space:
         if need > size or self._known_full.get(need, 0) >= size or not self._evict_for(class_of(n), need):
             return -1
         offset = self._allocator.alloc(n)
-        if offset < 0:
+        if offset < 0 and not self.cut_short:
             raise CorruptionError(f"evicted for {n} bytes, but there is no room for them")
         return offset
 
     def _evict_for(self, group: int, need: int) -> bool:
         """Evict what is not fresh; if all of that is fenced in, anything. Return False if nothing may be evicted."""
         policy = self._policy
+        if (rest := self._begun.take(group, need, self.kept.fences)) is not None:
+            self._evict_spans((rest,), REASSIGNED)
+            return True
         self._windows.begin()
         if policy.clock >= self._crowded_until:
             if self._evict_coldest(group, need) or self._evict_around_any(need):
@@ -425,9 +440,7 @@ class Space:
             policy.sparing = True
 
     def heed(self, is_used: Callable[[int], bool], on_use: Callable[[int], None]) -> None:
-        """Pass over entries that are used by way of others from now on; tell ``on_use`` of each use that is found.
-        Nothing of it while the policy is one to which uses mean nothing.
-        """
+        """Pass over entries that are used by way of others, if uses mean something to the policy; tell ``on_use``."""
         self._heeded = is_used, on_use
         self._is_used, self._policy.on_use = self._heeded if self._policy.HEEDS_USES else (None, None)
 
@@ -456,9 +469,19 @@ class Space:
         if self._offsets[slot] >= 0:
             raise CorruptionError(f"slot {slot} was evicted, but its chunk not released")
 
+    def _is_cut(self) -> bool:
+        """Return True, and forget what was found out, if too many entries wait to be dropped with what is evicted."""
+        if self.waiting is not None and self.waiting() + self.gone >= ORPHANS_MAX:
+            self.cut_short, self._large_bound = True, 0
+            self._forget_bounds()
+            return True
+        return False
+
     def _evict_spans(self, spans: Iterable[Span], reason: str) -> None:
         """Evict all entries in evictable spans, those of a slab together, and free the slabs. O(entries)."""
         for span in spans:
+            if self._is_cut():
+                return
             if span.kind == SLAB and self._evict_many is not None:
                 self._evict_slab(span, reason, self._evict_many)
                 continue
@@ -467,23 +490,15 @@ class Space:
 
     def _evict_slab(self, slab: Span, reason: str, evict_many: Callable[[list[int], list[int]], None]) -> None:
         """Evict a slab's entries in parts, as one request may: the ring of events takes no more, and readers wait."""
-        allocator, offsets = self._allocator, self._offsets
-        owners = allocator.owners_of_slab(slab.offset)
-        slots, found = owners.tolist(), self.offsets_of(owners).tolist()
-        start = 0
-        try:
-            for start in range(0, len(slots), BATCH_KEYS_MAX):
-                some = slots[start : start + BATCH_KEYS_MAX]
-                self.victims.many(some, CHUNK_SIZES[slab.detail], reason)
-                evict_many(some, found[start : start + BATCH_KEYS_MAX])
-                self.kept.gone_many(some)
-                for slot in some:
-                    offsets[slot] = -1
-        except BaseException:
-            for offset in found[:start]:  # a slot that is gone owns no chunk
-                allocator.free(offset)
-            raise
-        allocator.free_slab(slab.offset)
+
+        def evict(slots: list[int], offsets: list[int]) -> None:
+            self.victims.many(slots, CHUNK_SIZES[slab.detail], reason)
+            evict_many(slots, offsets)
+            self.kept.gone_many(slots)
+
+        most = BATCH_KEYS_MAX if self.waiting is None else PART_WITH_GROUPS
+        evict_slab(self._allocator, self._offsets, slab.offset, evict, most, self._is_cut)
+        self._begun.evicted(slab, self._period if self.cut_short else 0)
 
     def _evict_coldest(self, group: int, need: int) -> bool:
         """Evict the group's next victim, or what another group can give if that is older."""
@@ -517,8 +532,7 @@ class Space:
 
     def _evict_for_large(self, own: int, need: int) -> bool:
         """Do `_evict_coldest` for a large value, which may need several neighbours."""
-        policy, allocator = self._policy, self._allocator
-        size = need.bit_length()
+        policy, allocator, size = self._policy, self._allocator, need.bit_length()
         if own >= 0 and allocator.chunk_bytes(self._offsets[own]) >= need:
             limit, window = policy.since(own), [allocator.span_at(self._offsets[own])]
             if limit <= self._large_bounds.get(size, -1):
@@ -582,19 +596,4 @@ class Space:
 
     def _evictable(self, span: Span) -> bool:
         """Return True if everything in ``span`` is free, or published, neither held nor fresh."""
-        if span.kind == FREE:
-            return True
-        if self.kept.fences(span):
-            return False
-        holds, policy = self._holds, self._policy
-        if span.kind == LARGE:
-            if span.detail == NO_SLOT or span.offset in holds:
-                return False
-            return not (policy.sparing and policy.is_fresh(span.detail))
-        if self._allocator.unowned_of_slab(span.offset):
-            return False
-        if policy.sparing and policy.fresh_until(self._allocator.owners_of_slab(span.offset)) > policy.clock:
-            return False
-        if len(holds) < CHUNKS_PER_SLAB[span.detail]:
-            return not any(span.offset <= offset < span.offset + SLAB_BYTES for offset in holds)
-        return holds.keys().isdisjoint(range(span.offset, span.offset + SLAB_BYTES, CHUNK_SIZES[span.detail]))
+        return not self.kept.fences(span) and may_go(span, self._allocator, self._policy, self._holds)

@@ -100,7 +100,7 @@ class Store:
         evict = self._drop_entry, keys, self._drop_entries
         self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, *evict, shares)
         self.space.victims.age_ms = lambda slot: self.now_ms - self.table.stored(slot)
-        self.stale = StaleEntries(self.ledger.namespaces, self.table, self.space, self._drop_entry)
+        self.stale = StaleEntries(self.ledger.namespaces, self.table, self.space, self._drop_entry, self._drop_many)
         self.sessions = SessionTable(
             geometry, incarnation, self.ledger, self.space, self.apply_pending, lambda: self.now_ms
         )

@@ -71,7 +71,8 @@ What can go wrong, and what we chose
 * *A server's worker dies.* The lines lie in the vault (``arena/vault.py``). The successor accepts nothing before the
   supervisor has sent it EPOCHS and the map.
 * *Old values move with their shard.* The new owner refuses to store them.
-* *Old values take up room.* The worker drops them in turns, and before anything else when it needs room.
+* *Old values take up room.* The worker drops them in turns. When it needs room, a step of them goes before anything
+  else, and for a batch as many steps as make room for it, sixteen at most (`Space.allocate_many`).
 
 LIMITATIONS. A manager that has lost its state does not know of servers that are cut off from it. Its advances wait for
 their leases, if those are no longer than its own, but a namespace's first advance cannot know of their values without

@@ -14,6 +14,10 @@ old length, so the longest one is stored with the state. Advances wait for that 
 ended. This manager extends a lease only if the server has one of its maps, and EPOCHS with the new length came before
 that. So old leases end in their time from when it began to lead. Those without an end, and those of namespaces whose
 EPOCHS this manager did not know, last until all servers have acknowledged an advance.
+
+With a longer lease than the one before had, a manager goes on with the old length until its own one is stored: the next
+manager would not wait for leases that it does not know of. Then it pushes EPOCHS again to all who have its map. A state
+of an older version does not tell how long the leases were, so that they are of the default length at most until then.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from ..wire.auth import Gate
 from ..wire.epoch_messages import Advance, Advanced, Epochs, LeaseAck, NamespaceEpoch
 from ..wire.messages import HeartbeatAck, Status
 
+#: How long leases are by default, seconds.
+DEFAULT_LEASE_S: Final = 30.0
 #: Advances that wait at a time, in all.
 WAITING_MAX: Final = 1024
 #: Of one connection, so that no tenant keeps others from advancing; and the longest wait, seconds.
@@ -51,18 +57,28 @@ class _Waiting(NamedTuple):
 
 
 class Advances:
-    """Answers ADVANCE. ``cluster`` returns the present one; ``lease_s``: how long a lease lasts, 0 for ever."""
+    """Answers ADVANCE. ``cluster`` returns the present one; ``lease_s``: how long a lease lasts, 0 for ever.
 
-    def __init__(self, cluster: Callable[[], Cluster], lease_s: float) -> None:
+    ``is_stored``: returns whether what :meth:`to_state` returns has been stored by this manager.
+    """
+
+    def __init__(
+        self, cluster: Callable[[], Cluster], lease_s: float, is_stored: Callable[[], bool] = lambda: True
+    ) -> None:
         self._cluster = cluster
         self.lease_s = lease_s
+        self._is_stored = is_stored
+        #: The longest lease that the stored state knows, seconds, if ours are longer and not stored yet.
+        self._stored_s = math.inf
+        #: EPOCHS with shorter leases than ours have been made.
+        self._shortened = False
         self._waiting: list[_Waiting] = []
         #: The server that must speak before all have acknowledged what waits for them; empty: any may be the one. None:
         #: nothing waits for a server.
         self._behind: str | None = ""
-        #: EPOCHS of a map's epoch, by what is in it; None: everything.
+        #: EPOCHS of a map's epoch and a length of leases, by what is in it; None: everything.
         self._frames: dict[tuple[NamespaceEpoch, ...] | None, bytes] = {}
-        self._frames_of = -1
+        self._frames_of: tuple[int, int] = -1, 0
         #: Advances that were confirmed; that were not, in time.
         self.confirmed = self.unconfirmed = 0
         #: The longest lease that an earlier manager has given and that may still run, seconds; 0: none is longer than
@@ -84,8 +100,8 @@ class Advances:
         state, cluster = peer.context, self._cluster()
         if not (state.epochs and cluster.namespaces):
             return
-        if self._frames_of != cluster.epoch:
-            self._frames_of = cluster.epoch
+        if self._frames_of != (now := (cluster.epoch, self._given_ms())):
+            self._frames_of = now
             self._frames.clear()
         shown = tuple(visible(cluster, state.gate)) if state.gate.bound else None
         if shown == ():
@@ -94,11 +110,31 @@ class Advances:
             self._frames[shown] = encode(self.epochs(shown), 0, flags=Flag.PUSH)
         peer.send(self._frames[shown])
 
+    def tell_longer(self, peers: Iterable[Peer], epoch: int) -> None:
+        """Push EPOCHS again to those with the map of this epoch once our leases are given: no map may follow for hours.
+
+        Those whose map is older get EPOCHS with the next one. O(1) but for that once, O(peers) then.
+        """
+        if not self._shortened or self._given_ms() != round(self.lease_s * 1000):
+            return
+        self._shortened = False
+        for peer in list(peers):  # sending may close a peer, which leaves the set of them then
+            if peer.context.epoch == epoch and not peer.context.stale:
+                self.tell(peer)
+
     def epochs(self, shown: Sequence[NamespaceEpoch] | None = None) -> Epochs:
         """Return all epochs as of the present map, or those that are shown to somebody."""
         cluster = self._cluster()
         table = cluster.namespaces.table() if shown is None else list(shown)
-        return Epochs(cluster.epoch, cluster.cluster, round(self.lease_s * 1000), table)
+        return Epochs(cluster.epoch, cluster.cluster, self._given_ms(), table)
+
+    def _given_ms(self) -> int:
+        """Return how long the leases are that are given now, ms; 0 for ever."""
+        if self._stored_s < math.inf and self._is_stored():
+            self._stored_s = math.inf
+        given_s = min(self.lease_s or math.inf, self._stored_s)
+        self._shortened |= given_s < (self.lease_s or math.inf)
+        return 0 if given_s == math.inf else round(given_s * 1000)
 
     def fault(self, peer: Peer, now: float, refuses: str = "") -> str:
         """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting).
@@ -194,6 +230,8 @@ class Advances:
         longest_ms = state.get("lease_ms") if isinstance(state, Mapping) else None
         known = longest_ms if type(longest_ms) is int and longest_ms >= 0 else None
         self._before_s = 0.0 if known is None else (known / 1000 or math.inf)
+        self._stored_s = self._before_s or (math.inf if state is None else DEFAULT_LEASE_S)
+        self._shortened = False
         if self._before_s <= (self.lease_s or math.inf):
             self._before_s = 0.0  # ours are as long
         ends = self._before_s < math.inf and bool(self._cluster().namespaces)
@@ -216,7 +254,7 @@ class Advances:
     def forget(self) -> None:
         """Drop all: another manager leads."""
         self._waiting.clear()
-        self._behind, self._frames_of = "", -1
+        self._behind, self._frames_of = "", (-1, 0)
 
 
 def visible(cluster: Cluster, gate: Gate) -> list[NamespaceEpoch]:

@@ -164,6 +164,9 @@ class Chunks:
     def heed(self, is_used: Callable[[int], bool], on_use: Callable[[int], None]) -> None:
         """Ignore uses: the simulated eviction is first in, first out."""
 
+    #: Nothing here asks how many orphans wait.
+    waiting: Callable[[], int] | None = None
+
 
 class Worker:
     """One worker process; its methods restate those of ``arena/store.py``."""

@@ -7,6 +7,10 @@ One request may make 63 orphans of each key that it names, 250,000 in all. They 
 evictions of a batch do: so nobody sees a part of a group, and whatever counts entries or tells of them is right at any
 time. Readers see heartbeats meanwhile.
 
+Room for one value of 64 MiB takes 16,384 values of a page, which may leave a million orphans. So evictions end once
+one request has left 65,536, for all that it wants together (`simm.arena.space`). The grants come short then, and the
+next request for them goes on.
+
 Each member's slot has the group's *number* in the upper half of its marks. A number has two parts: 26 bits of a hash of
 all members' digests, and in its lower six bits how many they are, less one. So it is never 0, and a successor that
 finds fewer slots of a shard with one number than the number says knows that the group is not whole:
@@ -106,6 +110,7 @@ class Chunks(Protocol):
     def kept(self) -> Keeps: ...
     def offset(self, slot: int, /) -> int: ...
     def is_held(self, offset: int, /) -> bool: ...
+    waiting: Callable[[], int] | None
     def heed(self, is_used: Callable[[int], bool], on_use: Callable[[int], None], /) -> None: ...
 
 
@@ -236,6 +241,7 @@ class Groups:
             self.used = True
             self._owed = np.zeros(self._table.slots, np.uint8).data
             self._space.heed(self.is_used, self._on_use)
+            self._space.waiting = self.waiting
 
     def _ring(self, slot: int) -> set[int]:
         """Return the slots of the group of ``slot``, itself included."""
@@ -295,6 +301,11 @@ class Groups:
                 link = links[mate]
                 links[mate] = 0
                 mate ^= link
+
+    def waiting(self) -> int:
+        """Return how many orphans there are, and show readers a heartbeat. The room for values asks as it evicts."""
+        self._beat()
+        return len(self.orphans)
 
     def drop_orphans(self) -> None:
         """Drop the orphans. Those that are held or hard kept stay, in no group. Nothing is pending. O(orphans)."""

@@ -180,13 +180,21 @@ class Keeping:
         self._table.set_marks(slot, self._table.marks(slot) & ~KEPT_MASK | word)
 
     def stats(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return kept bytes by namespace and class, their bounds, and failures by cause. O(namespaces)."""
+        """Return kept bytes and slots by namespace and class, their bounds, and failures by cause. O(namespaces).
+
+        Soft kept entries and near copies have no bound of slots, and are not counted by it.
+        """
         found: dict[str, dict[str, int]] = {}
         for (namespace, how), count in self.kept.bytes.items():
             sizes = found.setdefault(names.get(namespace, ""), dict.fromkeys(_NAMES.values(), 0))
             sizes[_SHOWN[how]] = sizes.get(_SHOWN[how], 0) + count
         kept = self.kept
+        slots: dict[str, dict[str, int]] = {}
+        for namespace, count in kept.slots_by_namespace.items():
+            mine = slots.setdefault(names.get(namespace, ""), {_NAMES[HARD]: 0})
+            mine[_NAMES[HARD]] += count
         return {
+            "slots": slots, "slots_max": kept.hard_slots_max, "namespace_slots_max": kept.namespace_slots_max,
             "bytes": found, "hard_max": kept.hard_max, "namespace_max": kept.namespace_max, "near_max": kept.near_max,
             "hard_fenced": kept.fenced_bytes, "entries": len(kept), "softened": kept.softened,
             "failures": self.failures,

@@ -268,6 +268,11 @@ class KeptEntries:
         """Return the bytes of the pieces that hard kept entries fence."""
         return len(self._pieces[HARD]) * SLAB_BYTES
 
+    @property
+    def slots_by_namespace(self) -> dict[int, int]:
+        """Return how many hard kept entries each namespace has. O(namespaces)."""
+        return dict(self._own_slots)
+
     def _admits_slot(self, slot: int, namespace: int, before: KeptEntry | None) -> bool:
         """Return whether the entry of a slot, which is kept like ``before``, may be hard kept as far as slots go."""
         was = before is not None and before.how == HARD

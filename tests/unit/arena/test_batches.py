@@ -12,7 +12,7 @@ import simm.arena.space
 import simm.table
 from simm.arena.eviction import make_policy
 from simm.arena.queues import KeyWords
-from simm.arena.space import OWN, Space
+from simm.arena.space import OWN, SPARE_STEPS, Space
 from simm.arena.store import Store
 from simm.constants import POLICY_NAMES, SLAB_BYTES
 from simm.errors import CorruptionError
@@ -220,24 +220,135 @@ def test_a_part_that_is_refused_leaves_those_before_it_gone(monkeypatch: pytest.
     check(twin.space)
 
 
-def test_what_nobody_can_read_is_dropped_a_step_for_a_batch() -> None:
-    """Each step searches thousands of slots, whatever it finds."""
+@pytest.mark.parametrize(("helps", "of_batch"), [(0, 1), (5, 6), (99, SPARE_STEPS)])
+def test_what_nobody_can_read_is_dropped_in_few_steps_for_a_batch(helps: int, of_batch: int) -> None:
+    """Each searches thousands of slots, whatever it finds: there is another one only where the last one made room."""
     twin = filled()
     steps: list[int] = []
 
     def step() -> bool:
         slot = min(twin.entries)
+        if len(steps) < helps:
+            twin.entries.remove(slot)
+            twin.space.release(twin.space.offset(slot))
+        steps.append(slot)
+        return len(steps) < of_batch + 2
+
+    twin.space.spare = step
+    assert len(twin.space.allocate_many(16 * KIB, 512)) == 512 and len(steps) == of_batch
+    assert max(twin.batches) > 64, "own victims go together while there is more to drop"
+    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == of_batch + 1
+    assert len(twin.space.allocate_many(16 * KIB, 300)) == 300 and len(steps) == of_batch + 2
+    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == of_batch + 2 and twin.space.spare is None
+    check(twin.space)
+
+
+def bounded(monkeypatch: pytest.MonkeyPatch, most: int, part: int = 16) -> tuple[Twin, list[int]]:
+    """A full space in which each entry that is evicted leaves 63 orphans; and what else counts as orphans."""
+    monkeypatch.setattr(simm.arena.space, "ORPHANS_MAX", most)
+    monkeypatch.setattr(simm.arena.space, "PART_WITH_GROUPS", part)
+    twin, orphans = filled(), [0]
+    before = len(twin.entries)
+    twin.space.waiting = lambda: 63 * (before - len(twin.entries)) + orphans[0]
+    return twin, orphans
+
+
+def test_what_nobody_can_read_leaves_no_more_orphans_than_what_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, orphans = bounded(monkeypatch, 1000)
+    steps: list[int] = []
+
+    def step() -> bool:
+        slot = min(twin.entries)
+        orphans[0] += 337 - 63
         twin.entries.remove(slot)
         twin.space.release(twin.space.offset(slot))
         steps.append(slot)
-        return len(steps) < 3
+        return True
 
     twin.space.spare = step
-    assert len(twin.space.allocate_many(16 * KIB, 512)) == 512 and len(steps) == 1
-    assert max(twin.batches) > 64, "own victims go together while there is more to drop"
-    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == 2
-    assert len(twin.space.allocate_many(16 * KIB, 512)) == 512 and len(steps) == 3
-    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == 3 and twin.space.spare is None
+    assert len(twin.space.allocate_many(16 * KIB, 512)) == 3 == len(steps) and twin.space.cut_short
+    assert twin.space.allocate(16 * KIB) == -1 and len(steps) == 3 and twin.space.cut_short
+    orphans[0] = -10_000
+    assert twin.space.allocate(16 * KIB) >= 0 and len(steps) == 4 and not twin.space.cut_short
+    check(twin.space)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_slab_that_was_emptied_in_part_is_emptied_first_by_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """What is put there meanwhile made it a slab of fresh values, and the next request began with another one."""
+    twin, orphans = bounded(monkeypatch, 16 * 63)
+    bases = {slot: twin.space.offset(slot) & -SLAB_BYTES for slot in twin.entries}
+    offset = twin.space.allocate(64 * KIB)
+    begun = {bases[slot] for slot in bases.keys() - twin.entries}
+    if held:
+        twin.space.hold(next(twin.space.offset(slot) for slot in twin.entries if bases[slot] in begun))
+    tries = 1
+    while offset < 0 and tries < 100:
+        assert twin.space.cut_short
+        for each in twin.space.allocate_many(16 * KIB, 4):
+            slot = min(set(range(2500, SLOTS)) - twin.entries)
+            twin.space.publish(each, slot)
+            twin.entries.add(slot)
+        assert twin.space.waiting is not None
+        orphans[0] -= twin.space.waiting()
+        offset = twin.space.allocate(64 * KIB)
+        tries += 1
+    gone = bases.keys() - twin.entries
+    assert offset >= 0 and len(gone) == 128 + 16 * held, "one slab, and none but that in part"
+    assert held == (offset & -SLAB_BYTES not in begun) and tries == -(-124 // 12) + held
+    check(twin.space)
+
+
+def test_a_request_that_is_cut_short_before_it_evicts_leaves_the_slab_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note of the slab was gone, and the next request emptied a part of another one."""
+    twin, orphans = bounded(monkeypatch, 16 * 63)
+    bases = {slot: twin.space.offset(slot) & -SLAB_BYTES for slot in twin.entries}
+    waiting = twin.space.waiting
+    assert waiting is not None and twin.space.allocate(64 * KIB) < 0
+    begun = {bases[slot] for slot in bases.keys() - twin.entries}
+    for _ in range(100):
+        for each in twin.space.allocate_many(16 * KIB, 4):  # else it is the coldest one, which is begun with anyhow
+            slot = min(set(range(2500, SLOTS)) - twin.entries)
+            twin.space.publish(each, slot)
+            twin.entries.add(slot)
+        orphans[0] -= waiting()
+
+        def step() -> bool:
+            orphans[0] += 16 * 63
+            return False
+
+        left = len(twin.entries)
+        twin.space.spare = step
+        assert twin.space.allocate(64 * KIB) < 0 and twin.space.cut_short and len(twin.entries) == left
+        orphans[0] -= waiting()
+        if (offset := twin.space.allocate(64 * KIB)) >= 0:
+            break
+    assert {bases[slot] for slot in bases.keys() - twin.entries} == begun == {offset & -SLAB_BYTES}
+    check(twin.space)
+
+
+def test_a_slab_that_became_one_of_another_class_is_not_emptied_for_the_earlier_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was evicted, with all that is fresh in it, for what had been begun with before."""
+    twin, orphans = bounded(monkeypatch, 16 * 63)
+    bases = {slot: twin.space.offset(slot) & -SLAB_BYTES for slot in twin.entries}
+    waiting = twin.space.waiting
+    assert waiting is not None and twin.space.allocate(64 * KIB) < 0
+    (begun,) = {bases[slot] for slot in bases.keys() - twin.entries}
+    for slot in [slot for slot in twin.entries if bases[slot] == begun]:
+        twin.entries.remove(slot)
+        twin.space.release(twin.space.offset(slot))
+    orphans[0] -= waiting()
+    offset = twin.space.allocate(32 * KIB)
+    assert offset & -SLAB_BYTES == begun and not twin.space.cut_short
+    twin.space.publish(offset, SLOTS - 1)
+    twin.entries.add(SLOTS - 1)
+    orphans[0] -= waiting()
+    twin.space.allocate(64 * KIB)
+    assert SLOTS - 1 in twin.entries, "it is fresh"
     check(twin.space)
 
 

@@ -30,6 +30,7 @@ from simm.host.processes import boottime_ns
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import ABSENT, BOUND, NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import EPOCHS_AHEAD
+from tests.support.consistency import check
 from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
 
@@ -232,7 +233,7 @@ def test_each_check_is_needed(bench: Bench, monkeypatch: pytest.MonkeyPatch, bro
     if broken == "sweep":
         bench.put(digests(0)[0])
         bench.advance(5)
-        monkeypatch.setattr(bench.store.stale, "_drop", lambda _slot: None)
+        monkeypatch.setattr(bench.store.stale, "_drop_many", lambda _slots, _offsets: None)
         bench.sweep()
         assert bench.reader.contains(digests(0)[0])
         return
@@ -294,15 +295,59 @@ def test_a_grant_of_another_size_drops_few_of_many_old_values(bench: Bench, size
     assert evictions == live and stale.dropped > dropped, "those of its own size go before what can be read"
 
 
-def put_small(bench: Bench, epoch: int) -> None:
+def put_small(bench: Bench, epoch: int, session: Session | None = None) -> None:
     first = bench.store.table.entries
-    grants = bench.store.sessions.grant(bench.session, 4000, 16)
+    by = session or bench.session
+    grants = bench.store.sessions.grant(by, 4000, 16)
     records = [
         (EpochHasher(NAME, epoch)(f"k{first + at}"), grant, 4000, 0, ENTRY_EPOCH, 0)
         for at, (grant, *_) in enumerate(grants)
     ]
-    assert bench.store.commit(bench.session, records) == [Status.OK] * 16
+    assert bench.store.commit(by, records) == [Status.OK] * 16
     bench.store.apply_pending()
+
+
+def test_a_batch_evicts_nothing_readable_while_old_values_make_room(bench: Bench) -> None:
+    """Also what is older than they are: a batch drops more of them than one step does."""
+    other = bench.store.sessions.open(1, 1, "other")
+    bench.advance(5)
+    bench.sweep()
+    pages = bench.store.space.free_bytes // 4096 // 16
+    for number in range(pages):
+        put_small(bench, 5, other if number < pages // 2 else None)
+    bench.advance(6)
+    evictions, stale = bench.store.space.evictions, bench.store.stale
+    for drops in (512, 1024):
+        grants = bench.store.sessions.grant(bench.session, 4000, 512)
+        assert len(grants) == 512 and not sum(evictions.values())
+        assert drops - 16 <= stale.dropped <= drops + STALE_ENTRIES
+        bench.store.sessions.return_grants(bench.session, [])
+    assert stale.due
+
+
+def test_old_values_go_together_but_for_those_that_are_held(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one they made a batch of grants several times as slow as evictions are."""
+    bench.advance(5)
+    bench.sweep()
+    for _ in range(4):
+        put_small(bench, 5)
+    stale, store, before = bench.store.stale, bench.store, bench.store.space.free_bytes
+    pinned = [row[4:] for row in store.locate(bench.session, [EpochHasher(NAME, 5)(f"k{at}") for at in range(3)])]
+    assert all(pin for _, pin in pinned)
+    drop, alone = stale._drop, []
+
+    def drop_alone(slot: int) -> None:
+        alone.append(slot)
+        drop(slot)
+
+    monkeypatch.setattr(stale, "_drop", drop_alone)
+    bench.advance(6)
+    bench.sweep()
+    assert stale.dropped == 64 and len(alone) == 3 and store.table.entries == 0
+    assert store.space.free_bytes == before + 61 * 4096, "what a reader has pinned is still his"
+    store.sessions.unpin(bench.session, [pin for _, pin in pinned])
+    assert store.space.free_bytes == before + 64 * 4096
+    check(store)
 
 
 def test_one_grant_looks_at_one_block_of_slots(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from simm.cluster.epochs import NamespaceEpochs
+from simm.config.settings import Settings
 from simm.control.epochs import (
     ADVANCES_A_SECOND,
     ADVANCES_AT_ONCE,
+    DEFAULT_LEASE_S,
     WAIT_S_MAX,
     WAITING_MAX,
     WAITING_OF_PEER_MAX,
     Advances,
 )
-from simm.wire.epoch_messages import Advance, Advanced
+from simm.control.links import ConnectionState
+from simm.control.state_file import StateFile
+from simm.manager import Manager
+from simm.net.loop import Loop
+from simm.rpc import Connection, decode
+from simm.wire.auth import Gate
+from simm.wire.epoch_messages import Advance, Advanced, Epochs
+from simm.wire.messages import MapReply, Service
 
 STORED = 1 << 64
 
@@ -266,6 +278,147 @@ def test_leases_of_namespaces_that_the_state_did_not_know_end_when_all_have_answ
     confirmed_at(advances, 112.0)
     assert advances.to_state() == {"lease_ms": 2_000}
     assert after(0.0, {"lease_ms": 30_000})[0].to_state() == {"lease_ms": 0}
+
+
+@pytest.mark.parametrize(("lease_s", "given"), [(600.0, 600_000), (0.0, 0)])
+def test_a_longer_lease_is_given_only_once_it_is_stored(lease_s: float, given: int) -> None:
+    """Else the next manager, with the old length, confirms an advance while leases run that no state has told of."""
+    saved: list[bool] = []
+    advances, _ = after(lease_s, None)
+    advances._cluster().epoch = advances._cluster().cluster = 8
+    advances._is_stored = lambda: bool(saved)
+    assert advances.epochs().lease_ms == given, "the state says nothing"
+    advances.take_state({"lease_ms": 30_000})
+    assert advances.epochs().lease_ms == 30_000 and advances.to_state() == {"lease_ms": given}
+    told: list[Any] = []
+    peer: Any = SimpleNamespace(context=SimpleNamespace(epochs=True, gate=SimpleNamespace(bound=False)))
+    peer.send = told.append
+    advances.tell(peer)
+    saved.append(True)
+    advances.tell(peer)
+    assert advances.epochs().lease_ms == given and told[0] != told[1]
+    advances.take_state({"lease_ms": 700_000})
+    saved.clear()
+    assert advances.epochs().lease_ms == given or not given, "it is no longer than what is stored"
+
+
+def test_a_manager_whose_disk_takes_nothing_gives_the_leases_that_its_state_knows(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state", "manager")
+    assert managed(file, 30.0) == 30_000
+    save, file.save = file.save, refuse  # type: ignore[method-assign]
+    assert managed(file, 600.0) == 30_000
+    file.save = save  # type: ignore[method-assign]
+    assert managed(file, 600.0) == 600_000
+    file.close()
+
+
+@pytest.mark.parametrize("lease_s", [600.0, 0.0])
+def test_a_longer_lease_reaches_servers_once_it_is_stored_though_the_map_stays(tmp_path: Path, lease_s: float) -> None:
+    """The first save takes long, and service goes on. No map came for hours, and servers kept to the old length."""
+    file = StateFile(tmp_path / "state", "manager")
+    assert managed(file, 30.0) == 30_000
+    save, file.save = file.save, refuse  # type: ignore[method-assign]
+    manager = Manager(Loop(), store=file, lease_s=lease_s)
+    manager.cluster.advance(0.0, "n")
+    manager.state.changed()
+    manager.state.save()
+    peers = [Subscriber() for _ in range(3)]
+    manager._subscribers.update(cast("list[Any]", peers))
+    manager._publish()
+    peers[1].context.epoch -= 1
+    peers[2].context.stale = True
+    assert [[*map(type, each.taken())] for each in peers] == [[Epochs, MapReply]] * 3
+    assert peers[0].lease_ms == 30_000
+    file.save = save  # type: ignore[method-assign]
+    for _ in range(3):
+        manager.state._retry()
+        manager._publish()
+    assert [[*map(type, each.taken())] for each in peers] == [[Epochs], [], []], "who lacks the map gets it with that"
+    assert peers[0].lease_ms == lease_s * 1000
+    manager.state.forget()
+    manager.loop.close()
+    file.close()
+
+
+def test_issue_a_peer_that_is_lost_while_longer_leases_are_told(tmp_path: Path) -> None:
+    """What is sent to it closes it, and the set of all peers was walked on meanwhile: the manager ended."""
+    file = StateFile(tmp_path / "state", "manager")
+    assert managed(file, 30.0) == 30_000
+    save, file.save = file.save, refuse  # type: ignore[method-assign]
+    manager = Manager(Loop(), store=file, lease_s=600.0)
+    manager.cluster.advance(0.0, "n")
+    manager.state.changed()
+    manager.state.save()
+    peers: list[Any] = [Subscriber() for _ in range(6)]
+    manager._subscribers.update(peers)
+    manager._publish()
+    assert [each.taken()[0].lease_ms for each in peers] == [30_000] * 6
+    for lost in peers[::2]:
+        lost.send = lambda _frame, peer=lost: manager.on_close(peer, "send failed")
+    file.save = save  # type: ignore[method-assign]
+    manager.state._retry()
+    assert [[*map(type, each.taken())] for each in peers[1::2]] == [[Epochs]] * 3
+    assert manager._subscribers == {*peers[1::2]}
+    manager.state.forget()
+    manager.loop.close()
+    file.close()
+
+
+class Subscriber(Peer):
+    """A server that follows the map and its EPOCHS."""
+
+    out = b""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = ConnectionState(Gate(Service.MANAGER, ()))
+        self.context.epochs = True
+        self.lease_ms = -1
+        self._conn = Connection()
+
+    def send(self, data: bytes) -> None:
+        self._conn.receive_data(data)
+
+    def taken(self) -> list[Any]:
+        """Return what has come since the last call."""
+        came = []
+        while (frame := self._conn.next_frame()) is not None:
+            came.append(decode(frame))
+            self.lease_ms = getattr(came[-1], "lease_ms", self.lease_ms)
+        return came
+
+
+def test_a_state_of_an_older_version_is_taken_for_one_with_leases_of_the_default_length() -> None:
+    """The manager before has given some of which it does not tell; nor would one after a crash wait for longer ones."""
+    assert Settings.epoch_lease_ms == DEFAULT_LEASE_S * 1000
+    for state, given in (({}, 30_000), ({"lease_ms": None}, 30_000), (None, 600_000)):
+        advances, _ = after(600.0, None)
+        advances._cluster().epoch = advances._cluster().cluster = 8
+        advances._is_stored = lambda: False
+        advances.take_state(state)
+        assert advances.epochs().lease_ms == given and advances.to_state() == {"lease_ms": 600_000}
+        advances._is_stored = lambda: True
+        assert advances.epochs().lease_ms == 600_000
+    advances = after(2.0, {})[0]
+    advances._cluster().epoch = advances._cluster().cluster = 8
+    advances._is_stored = lambda: False
+    assert advances.epochs().lease_ms == 2_000
+
+
+def managed(file: StateFile, lease_s: float) -> int:
+    """Return how long the leases are, ms, that a manager gives once it has tried to store its state."""
+    manager = Manager(Loop(), store=file, lease_s=lease_s)
+    try:
+        manager.state.changed()
+        manager.state.save()
+        return manager.advances.epochs().lease_ms
+    finally:
+        manager.state.forget()
+        manager.loop.close()
+
+
+def refuse(_document: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_what_is_no_lease_is_none() -> None:

@@ -10,12 +10,15 @@ import psutil
 import pytest
 
 from simm import table as table_module
+from simm.arena import space as space_module
 from simm.arena.events import listing
 from simm.arena.events.ring import LOOKBACK
 from simm.arena.hashing import shard_of
 from simm.arena.layout import Word
 from simm.arena.marks import groups as groups_module
 from simm.arena.marks.groups import Groups, is_group, members_of, number_of
+from simm.arena.sessions import SessionTable
+from simm.arena.space import Space
 from simm.constants import BATCH_KEYS_MAX, GROUP_KEYS_MAX, KEEP_HARD, KEEP_SOFT, POLICY_NAMES, SHARD_COUNT
 from simm.errors import CorruptionError
 from simm.ipc.arena_files import OwnedArena
@@ -390,6 +393,10 @@ class Arena:
             store.apply_pending()
         assert store.groups.mark_many([digests]) == [Status.OK]
 
+    def gone(self) -> int:
+        """Return how many entries have been evicted, or dropped with those."""
+        return self.store.groups.evicted + sum(self.store.space.evictions.values())
+
     def read(self, digest: bytes) -> None:
         """Get a value as a reader does."""
         slot = self.store.table.lookup(digest)
@@ -421,6 +428,85 @@ def churn(segment: OwnedArena, policy: str) -> float:
             worst = max(worst, arena.orphaned(pairs))
     check_groups(arena.store)
     return worst
+
+
+@pytest.mark.parametrize(("size", "count"), [(4 * MIB, 1), (4 * KIB, 300)], ids=["a window", "a batch"])
+def test_one_request_for_room_leaves_a_bounded_number_of_orphans(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, size: int, count: int
+) -> None:
+    """The other members lie in all slabs: 64 MiB took a million values in one turn. The next request goes on."""
+    most, part = 128, 2
+    arena = full_of_scattered_groups(segment, monkeypatch, most, part)
+    store, session = arena.store, arena.session
+    got = asked = 0
+    while got < count:
+        before, beats = arena.gone(), store.header[Word.HEARTBEAT]
+        got += len(store.sessions.grant(session, size, count - got))
+        store.apply_pending()
+        gone = arena.gone() - before
+        assert gone <= most + (part + 2) * GROUP_KEYS_MAX and store.header[Word.HEARTBEAT] - beats >= gone // most
+        check_groups(store)
+        asked += 1
+        assert asked < 100, got
+    assert got == count and asked > 1 and store.sessions.refused == 0
+    check(store)
+
+
+def full_of_scattered_groups(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, most: int, part: int
+) -> Arena:
+    """Return an arena of which each slab has a member of each group, and where a request leaves few orphans."""
+    monkeypatch.setattr(space_module, "ORPHANS_MAX", most)
+    monkeypatch.setattr(space_module, "PART_WITH_GROUPS", part)
+    arena = Arena(segment)
+    store, session = arena.store, arena.session
+    count_of_groups = store.space.free_bytes // (4 * KIB * GROUP_KEYS_MAX)
+    wholes = [members(number, GROUP_KEYS_MAX) for number in range(count_of_groups)]
+    for each in zip(*wholes):
+        for digest in each:
+            ((number, _, _),) = store.sessions.grant(session, 4 * KIB, 1)
+            assert store.commit(session, [(digest, number, 4 * KIB, 0, 0, 0)]) == [Status.OK]
+        store.apply_pending()
+    assert store.groups.mark_many(wholes).count(Status.OK) > count_of_groups * 3 // 4  # full sets have evicted some
+    return arena
+
+
+def test_all_that_one_request_wants_shares_the_bound(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orphans of one want were dropped before the next one, for which the bound began anew."""
+    most, part = 256, 2
+    arena = full_of_scattered_groups(segment, monkeypatch, most, part)
+    sessions = arena.store.sessions
+    pieces = 0
+    for _ in range(3):
+        before = arena.gone()
+        wants = [(900 * KIB >> half, 1) for half in range(7)]  # each is below what the one before was short of
+        grants, came = sessions.grant_each(arena.session, [*wants, (4 * KIB, 1)])
+        arena.store.apply_pending()
+        assert not came and arena.gone() - before <= most + (part + 2) * GROUP_KEYS_MAX
+        assert arena.store.space.gone == 0 == sessions.refused, "it was not refused, and the next one begins anew"
+        check_groups(arena.store)
+        pieces += len(grants)
+    assert pieces
+    check(arena.store)
+
+
+def test_one_value_whose_room_is_not_made_at_once_is_sought_once(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked for idle grants: there is room once the session asks again."""
+    arena = full_of_scattered_groups(segment, monkeypatch, 128, 2)
+    searches: list[int] = []
+    search = Space.allocate
+
+    def allocate(space: Space, size: int) -> int:
+        searches.append(size)
+        return search(space, size)
+
+    monkeypatch.setattr(Space, "allocate", allocate)
+    monkeypatch.setattr(SessionTable, "_recall", lambda *_: pytest.fail("others are asked for grants"))
+    assert not arena.store.sessions.grant(arena.session, MIB, 1) and arena.store.space.cut_short
+    assert searches == [MIB]
+    arena.store.apply_pending()
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

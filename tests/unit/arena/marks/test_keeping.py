@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from simm.arena.marks.kept import HARD, NEAR, SOFT, KeptEntry, unpack
 from simm.arena.store import Store
 from simm.constants import KEEP_PARTS, KEEP_S_MAX
 from simm.ipc.arena_files import OwnedArena
+from simm.server.operators.pages import Row, metrics
 from simm.wire.messages import Status
 from simm.wire.shard_set import MOVING
 from tests.support.crash import A, B, Cut, Operation, chosen, fill
@@ -317,6 +319,27 @@ def test_small_values_take_a_quarter_of_the_slots(segment: OwnedArena) -> None:
     statuses = world.store.keep(digests, HARD, 1000, 0)
     assert statuses.count(Status.OK) == 256 and statuses.count(Status.OVER_QUOTA) == 144
     world.check()
+    shown = exported(world)
+    assert shown['simm_kept_slots{namespace="a",class="hard"}'] == 256 == shown["simm_keep_namespace_max_slots"]
+    assert shown["simm_keep_max_slots"] == 512 and shown['simm_keep_failures_total{cause="over_quota"}'] == 144
+    assert shown['simm_kept_bytes{namespace="a",class="hard"}'] < shown["simm_keep_namespace_max_bytes"] / 50
+    other = world.join("b")
+    more = [digest_of(f"t{number}") for number in range(300)]
+    for digest in more:
+        world.put(other, digest, 64)
+    world.store.keep(more, HARD, 1000, 0)
+    shown = exported(world)
+    assert sum(count for name, count in shown.items() if name.startswith("simm_kept_slots")) == 512
+    world.store.keep(digests + more, HARD, 0, 0)
+    assert not any(name.startswith("simm_kept_slots") for name in exported(world))
+
+
+def exported(world: World) -> dict[str, float]:
+    """What a server's page has of a world, its only worker."""
+    text = metrics("s", [Row(0, 0, world.store.stats())], joined=True, fenced=False, epoch=1).text()
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    who = re.compile(r'server="s",?(worker="0",numa="0")?,?')
+    return {who.sub("", name).removesuffix("{}"): float(value) for name, value in lines}
 
 
 def test_many_at_once(segment: OwnedArena) -> None:
