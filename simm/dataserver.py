@@ -109,7 +109,8 @@ class DataServer:
         self.resolve = self.children.resolve
         self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
         allow = partial(self._allow, "waiting for the workers of a server that has died")
-        self.stock = ArenaStock(options, self.instance, lambda: self.loop.running, allow)
+        self._goes_on: Callable[[], bool] = lambda: self.loop.running
+        self.stock = ArenaStock(options, self.instance, lambda: self._goes_on(), allow)
         messages = self._on_worker, self._on_mover
         self.opener = Opener(options, self.instance, self.children, self.stock, self.endpoints, *messages)
         self.growth: Growth = Growth(self)
@@ -135,12 +136,14 @@ class DataServer:
         raise_file_limit()
         stop_on_signals(self.loop, interrupt=True, reload=self._reload)
         if options.end_with:
-            end_with(self.loop, options.end_with)
+            self._goes_on = end_with(self.loop, options.end_with)
         self.children.protect_parent()
         self.endpoints.detect()
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop; reaped in _reap
         self.loop.call_every(0.05, self._reap)
-        self._lock = segments.take_name(options.runtime_dir, options.name)
+        self._lock = segments.take_name(options.runtime_dir, options.name, self.stock.await_workers)
+        if not self._goes_on():
+            return
         self._require_ports()
         self.loop.call_every(NAME_S, self._keep_name)
         cluster = self._find_cluster()
@@ -195,7 +198,7 @@ class DataServer:
         """Tell the service manager that faulting in goes on, if it does. Return False if it is to end."""
         if new:
             self._allow(f"faulting in the arenas: {done >> 20:,} of {total >> 20:,} MiB")
-        return self.loop.running
+        return self._goes_on()
 
     def _allow(self, text: str, size: int = 0) -> None:
         """Tell the service manager what begins, and that it may take long: with so many bytes on a slow machine."""

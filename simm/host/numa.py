@@ -18,12 +18,14 @@ Platform facts that this module relies on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,13 +105,38 @@ def nodes(sys_root: str = "/") -> list[Node]:
 def node_free_bytes(node: int, sys_root: str = "/") -> int | None:
     """Return the bytes that a node can allocate without swapping, None if the kernel does not say.
 
-    The sum of free memory, clean file cache and reclaimable slabs.
+    The sum of free memory, clean file cache and reclaimable slabs. The active part of the cache counts, such as files
+    that programs have mapped: the kernel takes that too before a bound allocation fails. Pages that are to be written
+    first do not count, as their disk may be slow. An upper bound: MemAvailable, which is of the whole host, leaves out
+    the kernel's reserve and a part of cache and slabs.
     """
     text = text_of(Path(sys_root, f"sys/devices/system/node/node{node}/meminfo"))
     free = field_bytes(text, "MemFree")
     if free is None:
         return None
-    return free + sum(field_bytes(text, name) or 0 for name in ("Inactive(file)", "SReclaimable"))
+
+    def total(*names: str) -> int:
+        return sum(field_bytes(text, name) or 0 for name in names)
+
+    cache = total("Active(file)", "Inactive(file)") - total("Dirty", "Writeback")
+    return free + max(0, cache) + total("SReclaimable")
+
+
+def share_of_nodes(
+    chosen: Sequence[int], sys_root: str = "/", *, free: Callable[[int, str], int | None] | None = None
+) -> tuple[int, int] | None:
+    """Return the bytes that each worker can have of its node, if all are to have the same, and the node with no more.
+
+    ``chosen``: the node of each worker. ``free`` says what a node has, by default :func:`node_free_bytes`. None if no
+    node sets a limit: there is only one, the kernel lets this process bind no memory, or it does not say what is free.
+    """
+    with contextlib.closing(mmap.mmap(-1, mmap.PAGESIZE)) as page:
+        at = ctypes.c_char.from_buffer(page)
+        bound = [node for node in set(chosen) if bind_memory(ctypes.addressof(at), mmap.PAGESIZE, node, sys_root)]
+        del at  # or the page cannot be closed
+    free = free or node_free_bytes
+    left = [(free(node, sys_root), node) for node in bound]
+    return min(((each // chosen.count(node), node) for each, node in left if each is not None), default=None)
 
 
 def reserved_free_bytes(node: int, sys_root: str = "/") -> int | None:

@@ -135,18 +135,20 @@ def _is_embedded(name: str) -> bool:
     return parts is not None and parts.uid == os.geteuid() and _EMBEDDED.fullmatch(parts.server) is not None
 
 
-def take_name(runtime_dir: str, name: str) -> LockFile:
+def take_name(runtime_dir: str, name: str, wait: Callable[[], bool] = lambda: True) -> LockFile:
     """Lock a data server's name in its runtime folder, and remove the sockets of a dead one of this name.
 
     Whoever has the lock is the only server of this name there: it takes the lock before it looks at any arena, and
-    keeps it to its end. Raises SimmError if another server has it, OSError.
+    keeps it to its end. ``wait`` is called with the lock and before any look at the sockets: it waits for the processes
+    of a dead server (:func:`await_writers`). If it returns False, the sockets stay. Raises SimmError if another server
+    has the name, OSError.
     """
     path = os.path.join(runtime_dir, f"{name}.lock")
     lock = LockFile.take(path)
     if lock is None:
         raise _taken(name, f"{path} is locked")
     try:
-        for number in range(WORKERS_MAX):
+        for number in range(WORKERS_MAX if wait() else 0):
             _remove_socket(socket_path(runtime_dir, name, number), name)
     except BaseException:
         lock.release()
@@ -275,7 +277,7 @@ def inspect(name: str) -> Left:
         if words[Word.VERSION] == LAYOUT_VERSION and not data_size:
             return left._replace(fault="its data is gone")
         geometry = Geometry.read(words, left.size, name)
-        if geometry != Geometry.plan(left.size, geometry.slots) or about.st_size != geometry.meta_bytes:
+        if not geometry.is_planned() or about.st_size != geometry.meta_bytes:
             raise SegmentError(f"{name} has a header with sizes that no SiMM chooses")
     except SimmError as exc:
         return left._replace(fault=str(exc).removeprefix(f"{name} "))

@@ -143,8 +143,6 @@ class Channel:
         self.slept = 0
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
-        self._room = select.poll()
-        self._room.register(sock, select.POLLOUT)
         #: Of a TLS socket: returns how many bytes are decrypted and not read.
         self._decrypted: Callable[[], int] = getattr(sock, "pending", int)
         #: When the exchange in progress must end, monotonic seconds; each request sets it.
@@ -381,14 +379,23 @@ class Channel:
         return bool(self.broken) or number in self._early
 
     def has_input(self, number: int) -> bool:
-        """Return whether the reply to request ``number`` has arrived, or anything that has not been read."""
+        """Return whether the reply to request ``number`` has come, or anything that is not read. Needs no lock."""
         return bool(
-            number in self._early or self._conn.pending_bytes or self._poller.poll(0) or self._decrypted()
+            number in self._early or self._conn.pending_bytes or self._polls(select.POLLIN) or self._decrypted()
         )
 
     def has_room(self) -> bool:
-        """Return whether the socket takes more to send."""
-        return bool(self._room.poll(0))
+        """Return whether the socket takes more to send, or is closed. Needs no lock."""
+        return self._polls(select.POLLOUT)
+
+    def _polls(self, events: int) -> bool:
+        """Poll for these events by a poller of its own: one that two threads poll at a time raises RuntimeError."""
+        poller = select.poll()
+        try:
+            poller.register(self.sock, events)
+        except ValueError:  # another thread has closed it
+            return True
+        return bool(poller.poll(0))
 
     def _poll(self, polls: int) -> None:
         """Poll for input up to ``polls`` times, so that a fast reply costs no wake-up."""

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import time
@@ -109,14 +110,27 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def end_with(loop: Loop, pid: int) -> None:
-    """Stop the loop when process ``pid`` ends, or at once if it has ended."""
+def end_with(loop: Loop, pid: int) -> Callable[[], bool]:
+    """Stop the loop when process ``pid`` ends, or at once if it has ended.
+
+    Return what does that outside of the loop's turns, for long work, and returns whether the loop runs then. O(1).
+    """
+    end = select.poll()
     try:
         fd = os.pidfd_open(pid)
     except OSError:
+        fd = -1
         loop.call_later(0.0, loop.stop)
-        return
-    loop.watch(fd, lambda _mask: loop.stop())
+    else:
+        loop.watch(fd, lambda _mask: loop.stop())
+        end.register(fd, select.POLLIN)
+
+    def goes_on() -> bool:
+        if fd < 0 or end.poll(0):
+            loop.stop()
+        return loop.running
+
+    return goes_on
 
 
 def log_descriptors() -> set[int]:

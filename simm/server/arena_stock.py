@@ -13,7 +13,7 @@ An arena that was added to the running server (``slots/growth.py``) comes back w
 header names its NUMA node. A start that has no use for it removes it like any other.
 
 A worker whose server was killed may still hold a suspended arena: the kernel unmaps it first, which takes seconds for
-hundreds of GiB. A start waits for that before it looks at anything.
+hundreds of GiB. A start waits for that before it looks at anything, sockets and ports included.
 
 So a server that finds a suspended arena asks its manager for the cluster's id before it decides anything.
 """
@@ -115,11 +115,23 @@ class ArenaStock:
         """Return the suspended arenas with a cluster, whose fate depends on the manager's cluster."""
         return [left for left in self._left() if left.state == State.SUSPENDED and left.cluster]
 
-    def _left(self) -> list[segments.Left]:
-        """Return what servers of this name have left. The first call waits for the workers of one that has died."""
+    def await_workers(self) -> bool:
+        """Wait for the workers of a server of this name that has died, once. Return whether this one is to go on.
+
+        The kernel unmaps their arenas before it closes their files. So it is done before sockets and ports are looked
+        at, too, which they have open that long. See :func:`segments.await_writers` for how long that may be.
+        """
+        self._await_once()
+        return self._while_running()
+
+    def _await_once(self) -> None:
         if not self._waited:
             self._waited = True
             segments.await_writers(self.options.name, self._while_running, self._on_wait)
+
+    def _left(self) -> list[segments.Left]:
+        """Return what servers of this name have left. The first call waits for the workers of one that has died."""
+        self._await_once()
         return segments.left_by(self.options.name)
 
     def take_over(self, cluster: int) -> dict[int, OwnedArena]:
@@ -177,6 +189,8 @@ class ArenaStock:
             if self.options.hugetlb:
                 return self._size_in_reserved(workers)
             size = self.options.memory or memory.default_arena_bytes(shm.SHM_DIR, workers)
+            if not self.options.memory and (share := numa.share_of_nodes(self.options.nodes)) is not None:
+                size = _within(size, share, memory.DEFAULT_ARENA_PERCENT, "")
             in_shm, *bounds = memory.segment_bounds(shm.SHM_DIR)
             if size * workers > in_shm.bytes:
                 raise SegmentError(
@@ -212,7 +226,11 @@ class ArenaStock:
                 f"{workers} arena(s) in reserved huge pages need at least {mib(ARENA_BYTES_MIN * workers)}, but only "
                 f"{mib(free)} {bound.what}; {bound.remedy}, or leave --hugetlb out"
             )
-        size = (self.options.memory or free // workers) // SLAB_BYTES * SLAB_BYTES
+        size = self.options.memory or free // workers
+        left = None if self.options.memory else numa.share_of_nodes(self.options.nodes, free=numa.reserved_free_bytes)
+        if left is not None:
+            size = _within(size, left, 100, " in reserved huge pages")
+        size = size // SLAB_BYTES * SLAB_BYTES
         geometry = Geometry.plan(size, self.slots_for(size))
         reserved = memory.whole_huge_pages(geometry.data_file_bytes)
         if reserved * workers > free:
@@ -361,6 +379,27 @@ class ArenaStock:
                 f"{exc}; {names} is kept for another cluster's data server of this name: remove it if that one will "
                 "not come back"
             ) from exc
+
+
+def _within(size: int, share: tuple[int, int], percent: int, what: str) -> int:
+    """Return a default size that fits the fullest node, too, and log it if that is a smaller one.
+
+    ``share``: of ``numa.share_of_nodes``. Raises SegmentError if no arena fits.
+    """
+    left, node = share
+    fits = left * percent // 100
+    if fits >= size:
+        return size
+    if fits < ARENA_BYTES_MIN:
+        raise SegmentError(
+            f"an arena needs at least {mib(ARENA_BYTES_MIN)}, but NUMA node {node} has {mib(left)}{what} left for each "
+            "of its workers; free some there, or leave the node out: --numa"
+        )
+    log.warning(
+        "arenas of %s by default, where the whole host has room for %s each: NUMA node %d has %s%s left for each of "
+        "its workers; --numa leaves a node out", mib(fits // SLAB_BYTES * SLAB_BYTES), mib(size), node, mib(left), what,
+    )  # fmt: skip
+    return fits
 
 
 def _files(name: str) -> str:

@@ -48,6 +48,7 @@ from ..config.live import LiveSettings
 from ..config.logs import reopen_logs
 from ..config.parsers import TlsOptions
 from ..errors import TransportError
+from ..ipc.grant_pool import MAKING_S
 from ..ipc.session import WorkerSession
 from ..net.channel import Channel, Refused
 from ..rpc import Connection, Flag, decode, encode
@@ -69,6 +70,9 @@ BATCH_KEYS: Final = 256
 IN_FLIGHT_BYTES: Final = 32 << 20
 #: Tries of a value for which there was no chunk, or that changed at its source during the copy.
 ATTEMPTS: Final = 3
+#: Tries that do not count, as the worker was making room for so long, and as many more as the largest value has MiB. A
+#: request for room ends after a quarter of a second's work, and the next one goes on (docs/groups.md).
+MAKING_TRIES: Final = 8
 #: Tries to get the marks of a page, before its values are moved without them.
 MARK_TRIES: Final = 3
 PROGRESS_S: Final = 0.25
@@ -334,8 +338,8 @@ class Mover:
 
     def _copy_batch(self, source: SourceWorker, job: Job, channel: Channel, namespace: str, items: list[_Item]) -> None:
         left = items
-        tries = 0
-        while left and tries < ATTEMPTS:
+        tries = making = 0
+        while left and tries - making < ATTEMPTS:
             before = len(left)
             chunks = sum(chunk_bytes_for(length) for _, length in left)
             if tries:
@@ -345,13 +349,20 @@ class Mover:
                 if tries:
                     self.target.return_idle()
                 self.bucket.take(sum(length for _, length in left))
+                began = time.monotonic()
                 try:
                     with self.target.session(namespace) as session:
                         left = self._exchange(source, job, channel, session, left)
                 except SessionRefused as exc:
                     log.warning("%s; its values are not moved", exc)
                     break
-            tries = tries + 1 if len(left) == before else 0
+                slow = time.monotonic() - began >= MAKING_S
+            if len(left) < before:
+                tries = making = 0
+                continue
+            tries += 1
+            if slow and making < MAKING_TRIES + (max(length for _, length in left) >> 20):
+                making += 1
         if len(left) < len(items):
             source.timeout.progress(time.monotonic())
         if left:

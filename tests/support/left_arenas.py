@@ -82,12 +82,12 @@ def clean(server: str) -> list[str]:
 
 
 def make_suspended(
-    name: str, count: int = 200, size: int = 8 * MIB, epoch: int = 5, cluster: int = CLUSTER
+    name: str, count: int = 200, size: int = 8 * MIB, epoch: int = 5, cluster: int = CLUSTER, slots: int = 0
 ) -> dict[bytes, bytes]:
     """An arena as a server with ``--warm`` leaves it; its values."""
-    segment = OwnedArena.create(name, size)
+    segment = OwnedArena.create(name, size, slots=slots)
     segment.populate(huge=False)
-    store = Store.create(segment.mm, generation=new_generation())
+    store = Store.create(segment.mm, generation=new_generation(), slots=slots)
     set_shards(store, *owner_of_all(epoch), cluster)
     put_some(store, count)
     values = values_in(store)

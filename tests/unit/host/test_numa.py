@@ -142,6 +142,36 @@ def test_node_free_bytes_counts_what_can_be_dropped(two: str) -> None:
     assert numa.node_free_bytes(7, two) is None
 
 
+def test_the_active_part_of_the_cache_can_be_dropped(two: str, tmp_path: Path) -> None:
+    """Files that programs have mapped, or read twice; what must be written first does not count."""
+    write(
+        tmp_path, "sys/devices/system/node/node1/meminfo",
+        "Node 1 MemTotal: 67108864 kB\nNode 1 MemFree: 1024 kB\nNode 1 Active(anon): 7777 kB\n"
+        "Node 1 Inactive(anon): 7777 kB\nNode 1 Active(file): 50331648 kB\nNode 1 Inactive(file): 1024 kB\n"
+        "Node 1 Unevictable: 7777 kB\nNode 1 Dirty: 512 kB\nNode 1 Writeback: 256 kB\nNode 1 WritebackTmp: 7777 kB\n"
+        "Node 1 SReclaimable: 2048 kB\n",
+    )  # fmt: skip
+    assert numa.node_free_bytes(1, two) == 48 * GIB + (1024 + 1024 - 768 + 2048) * 1024
+    write(
+        tmp_path, "sys/devices/system/node/node1/meminfo",
+        "Node 1 MemFree: 1024 kB\nNode 1 Active(file): 1024 kB\nNode 1 Dirty: 4096 kB\n",
+    )  # fmt: skip
+    assert numa.node_free_bytes(1, two) == 1024 * 1024, "a cache that is all dirty takes nothing off what is free"
+
+
+def test_the_share_of_the_fullest_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tree(tmp_path, "0-1", {0: ("0-3", 64), 1: ("4-7", 16)})
+    assert numa.share_of_nodes([0, 0, 0, 1], str(tmp_path / "one")) is None, "there is one node"
+    monkeypatch.setattr(numa, "bind_memory", lambda _addr, _length, _node, _root: numa.Outcome(True))
+    ends = 3072 * 1024  # the cache of each
+    assert numa.share_of_nodes([0, 1], root) == (8 * GIB + ends, 1)
+    assert numa.share_of_nodes([0, 0, 0, 0, 0, 1], root) == ((32 * GIB + ends) // 5, 0)
+    assert numa.share_of_nodes([0, 7], root) == (32 * GIB + ends, 0), "of node 7 the kernel says nothing"
+    assert numa.share_of_nodes([0, 1], root, free=lambda node, _: 10 << node) == (10, 0)
+    monkeypatch.setattr(numa, "bind_memory", lambda _addr, _length, node, _root: numa.Outcome(node == 0))
+    assert numa.share_of_nodes([0, 1], root) == (32 * GIB + ends, 0), "node 1 sets none: its pages may come from 0"
+
+
 def in_child(code: object) -> int:
     """Run a function in a forked child and return its exit status (its process-wide changes stay there)."""
     pid = os.fork()

@@ -6,16 +6,18 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from simm import shm
-from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, SLOTS_MIN, Geometry, State, Word
+from simm import dataserver, shm
+from simm.arena.layout import HEADER_BYTES, HOLD_LINES_BEFORE, SHARDS_BYTES, SLOTS_MIN, Geometry, State, Word
 from simm.arena.vault import Vault
 from simm.dataserver import DataServer
 from simm.errors import ConfigError, SegmentError
@@ -29,8 +31,10 @@ from simm.ipc.segments import (
     embedded_server_name,
     socket_path,
 )
+from simm.net.listeners import require_free
 from simm.net.sd_notify import Notifier
 from simm.server.arena_stock import ArenaStock
+from simm.server.children import Children
 from simm.server.options import DataServerOptions
 from simm.shm import AttachedSegment, data_name
 from tests.support.dose import dose
@@ -159,6 +163,23 @@ def test_an_arena_that_was_left_in_order_is_taken(shm_dir: Path, tmp_path: Path)
     taken, why = fit("gpu", 1)
     assert {number: left.name for number, left in taken.items()} == {0: name} and not why
     assert (taken[0].epoch, taken[0].size) == (5, 8 * MIB)
+    assert start_warm(name, tmp_path) == values
+
+
+@pytest.mark.parametrize("slots", [1024, 3000])
+def test_an_arena_with_an_earlier_builds_holds_is_taken(
+    shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """Of the same layout, with room for 1,024 holds beside a small table. Its sizes count, not this build's."""
+    name = name_of("gpu")
+    plan = Geometry.plan
+    with monkeypatch.context() as patch:
+        patch.setattr(Geometry, "plan", lambda size, slots=0: plan(size, slots, HOLD_LINES_BEFORE))
+        values = make_suspended(name, slots=slots)
+    with memoryview((shm_dir / name).read_bytes()[:HEADER_BYTES]).cast("Q") as words:
+        assert words[Word.HOLD_LINES] == 1024 != plan(8 * MIB, slots).hold_lines
+    taken, why = fit("gpu", 1, 8 * MIB, lambda _: slots)
+    assert {number: left.name for number, left in taken.items()} == {0: name} and not why
     assert start_warm(name, tmp_path) == values
 
 
@@ -440,6 +461,99 @@ def test_a_start_that_is_stopped_does_not_wait_for_a_worker(shm_dir: Path, monke
         stock = ArenaStock(DataServerOptions("gpu", "", [0], warm=True), 99, while_running, waits.append)
         assert stock.undecided() == []
     assert asked == [[], [size], [size]]
+
+
+#: The same with its sockets open, as its files are closed last: the arena, one at a path, and a port, which it tells.
+LISTENING_WORKER = """
+import os, socket, sys
+from simm.host.file_locks import try_lock
+assert try_lock(os.open(sys.argv[1], os.O_RDWR), 1)
+listeners = socket.create_server(sys.argv[2], family=socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
+print(listeners[1].getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+class Start:
+    """A data server that starts in this process, up to where it would ask the manager for its cluster."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        for name in ("stop_on_signals", "raise_file_limit"):
+            monkeypatch.setattr(dataserver, name, lambda *_, **__: None)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr(Children, "protect_parent", lambda _: None)
+        monkeypatch.setattr(DataServer, "_find_cluster", lambda server: self._stop(server))
+        monkeypatch.setattr(ipc_segments, "UNMAP_BYTES_PER_S", 1)  # the wait for a worker has no end
+        look = shm.without_owner
+        self.looks = 0
+        self.third_look: Callable[[], object] = lambda: None
+        self.asked = False
+        self.server = DataServer(DataServerOptions("gpu", nodes=[0], warm=True, rdma="off", **options))
+
+        def looked(*arguments: Any) -> list[str]:
+            self.looks += 1
+            assert self.looks < 500, "it waits for ever"
+            if self.looks == 3:
+                self.third_look()
+            return look(*arguments)
+
+        monkeypatch.setattr(shm, "without_owner", looked)
+
+    def _stop(self, server: DataServer) -> int:
+        self.asked = True
+        server.loop.stop()
+        return 0
+
+    def run(self) -> None:
+        try:
+            self.server.start()
+        finally:
+            if self.server._lock is not None:
+                self.server._lock.release()
+            self.server.loop.close()
+
+
+def test_a_start_waits_before_it_looks_at_the_sockets_of_a_killed_servers_worker(
+    shm_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are open as long as its arena is unmapped, which no bound for a process that just ends covers."""
+    name = name_of("gpu")
+    make_suspended(name)
+    folder = str(tmp_path_factory.mktemp("run"))
+    monkeypatch.setattr(dataserver, "require_free", lambda addresses: require_free(addresses, 0.0))
+    arguments = [sys.executable, "-c", LISTENING_WORKER, str(shm_dir / name), socket_path(folder, "gpu", 0)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            port = int(process.stdout.readline())
+            start = Start(monkeypatch, runtime_dir=folder, listen_port=port)
+            start.third_look = process.communicate
+            start.run()
+        finally:
+            process.communicate()
+    assert start.asked and start.looks >= 3 and not os.path.exists(socket_path(folder, "gpu", 0))
+
+
+def test_a_start_that_waits_ends_with_its_parent(
+    shm_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop does not turn meanwhile, nor while memory is faulted in."""
+    name = name_of("gpu")
+    make_suspended(name)
+    reader = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(reader, stdin=subprocess.PIPE) as parent, ending_worker(shm_dir / name) as worker:
+        folder = str(tmp_path_factory.mktemp("run"))
+        start = Start(monkeypatch, runtime_dir=folder, end_with=parent.pid)
+        going: list[bool] = []
+
+        def end() -> None:
+            going.append(start.server._faulted_in(0, 0, 1))
+            parent.communicate()
+            going.append(start.server._faulted_in(0, 0, 1))
+
+        start.third_look = end
+        start.run()
+        assert going == [True, False] and not start.asked and worker.poll() is None and start.looks == 3
 
 
 def test_a_server_has_its_start_extended_while_it_waits_for_a_worker(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from simm.net import channel as net_channel
 from simm.net.channel import Channel
 from simm.rpc import reply
 from simm.wire import messages as M
+from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -58,6 +60,41 @@ def test_issue_a_late_reply_is_found_behind_one_that_was_waited_for() -> None:
         channel.poll_pushes()
         assert late == [second] and not channel.late and not channel.broken
         assert channel.result(channel.wait(third)) == M.Pong(2)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_issue_whether_something_has_come_is_asked_while_another_thread_waits(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """A poller that two threads poll raises RuntimeError, which broke the channel. A closed one has come to its end."""
+    monkeypatch.setattr(net_channel, "LOOK_S", WAIT_S)
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, WAIT_S)
+    polling = threading.Event()
+    poller = channel._poller
+
+    class Told:
+        def poll(self, for_ms: float) -> list[tuple[int, int]]:
+            polling.set()
+            return poller.poll(for_ms)
+
+    channel._poller = Told()  # type: ignore[assignment]
+    with contextlib.closing(theirs), contextlib.closing(channel):
+        number = channel.submit(M.Ping(1))
+        got: list[object] = []
+        waiter = threading.Thread(target=lambda: got.append(channel.wait(number, look=bool)))
+        waiter.start()
+        try:
+            assert polling.wait(WAIT_S)
+            for _ in range(1000):
+                assert not channel.has_input(number) and channel.has_room()
+        finally:
+            theirs.sendall(reply(M.Pong(1), number))
+            waiter.join(WAIT_S)
+        assert len(got) == 1 and not channel.broken
+        if closed:
+            channel.sock.close()
+            assert channel.has_input(number) and channel.has_room()
 
 
 @pytest.mark.parametrize("arrived", [False, True])

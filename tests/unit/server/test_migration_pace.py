@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,3 +212,34 @@ def test_who_gives_up_leaves_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
             budget._changed.notify()  # the large one alone: it has waited longest
         wait_until(lambda: turns.served == [30] and failed.is_set(), "the small one is served")
     turns.stop()
+
+
+# --- room that is made bit by bit ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "takes_s", "room_at", "tries"), [
+    (64 << 20, 0.25, 40, 40), (64 << 20, 0.01, 40, 3), (64 << 20, 0.25, 1000, 75), (1000, 0.25, 1000, 11),
+])  # fmt: skip
+def test_a_value_is_given_up_only_if_no_room_is_being_made(
+    monkeypatch: pytest.MonkeyPatch, length: int, takes_s: float, room_at: int, tries: int
+) -> None:
+    """A request ends early where many values go with those that it evicts. After three the value counted as lost."""
+    now, asked, lost = [0.0], [0], [0]
+
+    def exchange(_source: Any, _job: Any, _channel: Any, _session: Any, items: list[Any]) -> list[Any]:
+        asked[0] += 1
+        now[0] += takes_s
+        return [] if asked[0] == room_at else items
+
+    def add(**counts: int) -> None:
+        lost[0] += counts.get("lost", 0)
+
+    monkeypatch.setattr(mover_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    nothing = contextlib.nullcontext()
+    mover: Any = SimpleNamespace(
+        budget=SimpleNamespace(most=1 << 20, reserve=lambda _: nothing), bucket=SimpleNamespace(take=lambda _: None),
+        target=SimpleNamespace(session=lambda _: nothing, return_idle=lambda: None), _exchange=exchange, _add=add,
+    )  # fmt: skip
+    source: Any = SimpleNamespace(timeout=SimpleNamespace(progress=lambda _: None))
+    mover_module.Mover._copy_batch(mover, source, None, None, "n", [(b"d" * 16, length)])  # type: ignore[arg-type]
+    assert asked[0] == tries and lost[0] == (tries != room_at)

@@ -55,6 +55,39 @@ def test_room_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
         stock.require_room(16 * MIB, 1)
 
 
+@pytest.mark.parametrize("hugetlb", [False, True])
+def test_the_default_size_fits_nodes_that_are_unequally_used(
+    monkeypatch: pytest.MonkeyPatch, hugetlb: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All arenas have one size. The bound on the whole host alone gives each one more than node 1 has."""
+    left = {0: 800 * MIB, 1: 100 * MIB}
+    host = memory.Bound(900 * MIB, "are free", "free more")
+    monkeypatch.setattr(memory, "segment_bounds", lambda _directory: [host])
+    monkeypatch.setattr(memory, "reserved_bound", lambda *_: host)
+    monkeypatch.setattr(arena_stock.numa, "bind_memory", lambda *_: arena_stock.numa.Outcome(True))
+    for name in ("node_free_bytes", "reserved_free_bytes"):
+        monkeypatch.setattr(arena_stock.numa, name, lambda node, _root="/": left[node])
+
+    def size(nodes: list[int], given: int = 0) -> int:
+        return ArenaStock(DataServerOptions("gpu", "", nodes, memory=given, hugetlb=hugetlb), 7).size()
+
+    share = 100 if hugetlb else 80
+    assert size([0, 1]) == share * MIB
+    assert size([0, 1, 1]) == share // 4 * 2 * MIB
+    assert size([0, 1], 64 * MIB) == 64 * MIB, "what was asked for is looked at when it is faulted in"
+    left[1] = 800 * MIB
+    caplog.clear()
+    assert size([0, 1]) == (450 if hugetlb else 360) * MIB and not caplog.text, "the control"
+    left[1] = 40 * MIB
+    assert size([0, 1]) == (40 if hugetlb else 32) * MIB
+    assert "NUMA node 1 has 40.0 MiB" in caplog.text, "nobody wants a tiny store, so it is said"
+    for few in (0, 1 * MIB, 7 * MIB):
+        left[1] = few
+        with pytest.raises(SegmentError, match=r"NUMA node 1 has .* left for each .*--numa"):
+            size([0, 1])
+        assert size([0, 1], 64 * MIB) == 64 * MIB, "what was asked for"
+
+
 def test_processes_that_were_forked_earlier_see_how_much_memory_there_is_now() -> None:
     """So each worker's part of a quota becomes smaller when another one is added."""
     nothing: Any = None
