@@ -30,7 +30,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -47,6 +46,7 @@ from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Copier, Span
 from .ipc.counts import MISSES_MASK, NOT_FOUND, PUT, Word, observe
 from .sdk.batch import (
+    UNLOADABLE,
     LargeValue,
     NoValue,
     Result,
@@ -59,7 +59,7 @@ from .sdk.batch import (
     source_of,
     span_of,
 )
-from .sdk.calls.closing import AsyncClosing
+from .sdk.calls.closing import ClientClosing
 from .sdk.calls.groups import GroupCalls
 from .sdk.calls.keep import KeepCalls, wish_of
 from .sdk.calls.large import LargeCalls
@@ -70,8 +70,7 @@ from .sdk.calls.tracing import TraceCalls, follow_operator
 from .wire.status import Status
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-
+    from .host.threads import Pool
     from .sdk.near.copies import Near
     from .sdk.ops.replicas import Replicas
     from .sdk.routing import Router, Routes
@@ -89,7 +88,7 @@ __all__ = ["Client", "NoValue", "View", "WrongSize", "sink_of", "source_of"]
 
 
 class Client(
-    LargeCalls, PartCalls, GroupCalls, QuestionCalls, KeepCalls, PrefetchCalls, TraceCalls, AsyncClosing
+    LargeCalls, PartCalls, GroupCalls, QuestionCalls, KeepCalls, PrefetchCalls, TraceCalls, ClientClosing
 ):  # fmt: skip
     """A connection to a SiMM cluster.
 
@@ -140,7 +139,7 @@ class Client(
         # What talks to servers loads with the first client. Engines and tools import this module when they start, for
         # its names or for a client that they may never make.
         from .ipc.put import ShmPut
-        from .sdk.ops import epochs, parts
+        from .sdk.ops import counting, epochs, parts  # noqa: F401 -- counters must not need a descriptor
         from .sdk.ops.load_time import LoadTimes, Shares, Speeds
         from .sdk.ops.pinner import Pinner
         from .sdk.ops.prefix import Prefixes
@@ -162,11 +161,9 @@ class Client(
         self._digest = self._hasher.__call__
         self._ranges_of, self._ranges_of_many = parts.ranges_of, parts.ranges_of_many
         self._pieces_of = parts.pieces_of
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: Pool | None = None
         self._start_lock = threading.Lock()
-        self._closed = False
-        #: close() is under way, or has ended.
-        self._ending = False
+        self._closed = self._begun = False
         self._owned: Any = None
         self._counters: dict[str, int] = dict.fromkeys(
             ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved",
@@ -195,6 +192,8 @@ class Client(
             from .sdk.ops.replicas import Replicas  # few namespaces have two copies
 
             self._replicas = Replicas(self._routes, self._gets, self._puts, self._counters)
+        if options.put_if_absent:
+            from .sdk.ops import if_absent  # noqa: F401 -- no put of this client loads it
         self._put_slowly = options.put_if_absent or self._replicas is not None
         shares = Shares(self._routes, self._counters, self._replicas)
         self._load_times = LoadTimes(speeds, shares)
@@ -230,7 +229,7 @@ class Client(
         routed = functools.partial(
             Router, options, tallies=self._tallies, epoch=self._epoch, tick=follow_operator(self)
         )
-        return Routes(routed, lazy=options.lazy)
+        return Routes(routed, lazy=options.lazy, deadline_s=options.deadline_s)
 
     @property
     def _router(self) -> Router | None:
@@ -328,9 +327,12 @@ class Client(
         The first use there pins the memory, until :meth:`deregister` or until nothing refers to the span. Other memory
         goes through staging buffers. The shm and TCP paths need no registration; it saves the lookup of the address.
         """
-        from .rdma.registration import registered  # a client that registers nothing has no need of it
-
-        return registered(span_of(buffer))
+        span = span_of(buffer)
+        try:
+            from .rdma.registration import registered  # a client that registers nothing has no need of it
+        except UNLOADABLE:  # it can be used unregistered
+            return span
+        return registered(span)
 
     def deregister(self, span: Span) -> None:
         """Unpin a span of :meth:`register` that no call uses. It can be used unregistered. Twice is harmless."""
@@ -457,7 +459,12 @@ class Client(
     ) -> list[int]:
         """Store values; return a Status for each. Sources are of :func:`source_of`; ``if_absent`` as in put_many."""
         if (self._options.put_if_absent if if_absent is None else if_absent) and self._replicas is None:
-            from .sdk.ops.if_absent import put  # few callers have such keys
+            try:
+                from .sdk.ops.if_absent import put  # few callers have such keys
+            except UNLOADABLE:
+                statuses: list[int] = [Status.UNAVAILABLE] * len(digests)
+                self._puts.count(digests, statuses)
+                return statuses
             return put(self._gets, self._puts, digests, sources, self._counters)
         return (self._replicas or self._puts).put(digests, sources)
 
@@ -520,19 +527,20 @@ class Client(
     async def in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended and no longer uses its
         buffers. Raises UsageError if the client is closed before the call begins."""
-        from concurrent.futures import ThreadPoolExecutor
+        try:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: F401 -- a pool needs it
 
-        from .sdk.ops.waiting import answer_of  # with asyncio, 3 MiB that an engine without it does not need
-
+            from .host.threads import Pool
+            from .sdk.ops.waiting import answer_of  # with asyncio, 3 MiB that an engine without it does not need
+        except UNLOADABLE:  # as without a thread: the caller's runs it, which raises for a closed client
+            return call(*arguments)
         with self._start_lock:
             if self._closed:
                 raise UsageError("this client is closed")
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="simm-async")
+                self._executor = Pool(_ASYNC_THREADS, "simm-async")
             # Under the lock, as close() ends the executor. Not by a name: the job holds what its call raises.
             answer = answer_of(self._executor, call, arguments)
-            if not self._executor._threads:  # none can be started, and what is queued would stay for ever
-                self._executor = None
         return await answer
 
     # -- state --------------------------------------------------------------------------------------
@@ -550,46 +558,24 @@ class Client(
     def begin(self) -> None:
         """Wait until a lazy client has tried each manager once, and connect to the workers in the background.
 
-        Warns if no manager answers. Raises TransportError if the managers refuse this client for good.
+        Warns if no manager answers. Raises TransportError if the managers refuse this client for good. Once is enough.
         """
         router = self._router
-        if router is not None:
+        if router is not None and not self._begun:
             router.subscription.await_first_round(self.deadline_s * max(1, len(self._options.managers)))
             router.connect_ahead()
+            self._begun = True
 
     def wait_ready(self, timeout_s: float = 10.0) -> bool:
         """Wait until every shard has an owner that this client reaches. Return False when the time is up."""
         return self._routes.wait_ready(timeout_s)
-
-    def close(self) -> None:
-        """Close all connections, and end a local cluster. Twice is harmless, and ends what was interrupted before."""
-        mine = False
-        try:
-            with self._start_lock:
-                self._closed = True
-                if self._ending:
-                    return  # it has ended, or another thread is at it
-                mine = self._ending = True
-            with contextlib.ExitStack() as left:  # from the last to the first
-                if (owned := self._owned) is not None:
-                    left.callback(owned.close)
-                left.callback(self._copier.close)
-                left.callback(self._routes.close)
-                left.callback(self._pinner.release_all)
-                if self._near is not None:
-                    left.callback(self._near.close)
-                left.callback(self._end_tracing)
-                if (executor := self._executor) is not None:
-                    executor.shutdown(wait=True, cancel_futures=True)
-        except BaseException:
-            self._ending &= not mine
-            raise
 
     def _after_fork(self) -> None:
         """Give up what belongs to the parent process."""
         self._owned = None
         self._executor = None
         self._start_lock = threading.Lock()
+        self._closed_in_child()
         self._tallies.after_fork()
         self._epoch.after_fork()
         if self._tracing is not None:

@@ -55,11 +55,12 @@ from .constants import VALUE_BYTES_MAX
 from .errors import Code, SimmError, TransportError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Span
-from .sdk.batch import Mistake, awaitable
-from .sdk.calls.closing import AsyncClosing
+from .sdk.batch import UNLOADABLE, Mistake, awaitable
+from .sdk.calls.closing import AsyncClosing, carry_out
 from .sdk.calls.kv_asks import Asks
 from .sdk.calls.kv_groups import KvGroups
 from .sdk.calls.kv_keep import Keeps
+from .sdk.calls.kv_part import delete_codes, outage, put_code, spread
 from .sdk.calls.kv_prefetch import Prefetches
 from .sdk.ops.kv_memory import (
     Block,
@@ -79,7 +80,6 @@ from .sdk.ops.kv_memory import (
     problem_of,
     register_mr,
 )
-from .wire.messages import Status
 
 if TYPE_CHECKING:
     from .sdk.calls.kv_pins import PinnedKeys
@@ -92,11 +92,7 @@ _T = TypeVar("_T")
 
 #: Plain ints: engines assert that results are, and an IntEnum member is not.
 _INVALID: Final = int(Code.INVALID_ARGUMENT)
-_NO_ROUTE: Final = int(Code.NO_ROUTE)
-_PUT_FAILED: Final = int(Code.PUT_FAILED)
 _GET_FAILED: Final = int(Code.GET_FAILED)
-_UNAVAILABLE: Final = int(Code.UNAVAILABLE)
-_KEY_NOT_FOUND: Final = int(Code.KEY_NOT_FOUND)
 
 #: What a batch asks the client for: the client, or None if there is nothing to ask; digests; memory; the positions of
 #: the keys in order, None if all are.
@@ -111,7 +107,7 @@ _UNFIT_TEXT: Final = (
 )
 #: How long interpreter exit waits for clients to close, seconds. Servers notice the rest themselves.
 EXIT_S: Final = 1.0
-#: Guards the shared clients and the log handler. Held while a client connects.
+#: Guards the shared clients and the log handler.
 _lock = threading.Lock()
 
 
@@ -129,6 +125,10 @@ class _ClientKey(NamedTuple):
 _clients: dict[_ClientKey, Client] = {}
 #: The open stores of each client.
 _users: dict[_ClientKey, weakref.WeakSet[Store]] = {}
+#: Clients without a store, until their close() has ended.
+_leaving: list[Client] = []
+#: Stores whose close() was put off: they count for their client until the next store is closed.
+_put_off: list[Store] = []
 
 
 def _client_for(store: Store) -> tuple[Client, _ClientKey]:
@@ -137,41 +137,59 @@ def _client_for(store: Store) -> tuple[Client, _ClientKey]:
     If no manager answers, the client connects in the background, and misses until then: an engine may be up before its
     cache is.
     """
-    with _lock:
-        try:
+    key: _ClientKey | None = None
+    client: Client | None = None
+    advice = ""
+    try:
+        with _lock:
+            from .sdk.calls import kv_pins  # noqa: F401 -- no call loads it, which might lack a descriptor
+
             settings = engine_flags.load(DEFAULT_COPY_THREADS)
             _log_to(settings)
             key = _ClientKey(os.getpid(), ClientOptions.from_settings(settings, lazy=True))
+            _users.setdefault(key, weakref.WeakSet()).add(store)
             client = _clients.get(key)
-            if client is None:
-                client = Client(**asdict(key.options))
-                try:
-                    client.begin()
-                except TransportError as exc:
-                    client.close()
-                    raise TransportError(
-                        f"{exc}; an engine names it by set_flag('cm_primary_node_ip', HOST) or SIMM_CLUSTER_MANAGER"
-                    ) from exc
-                _clients[key] = client
-        except (SimmError, OSError) as exc:
+            if client is None or client in _leaving or client._closed:  # its last close() was interrupted
+                client = _clients[key] = Client(**asdict(key.options))
+        advice = "; an engine names it by set_flag('cm_primary_node_ip', HOST) or SIMM_CLUSTER_MANAGER"
+        client.begin()  # without the lock: it waits, and others close their stores meanwhile
+    except BaseException as exc:
+        if key is not None:
+            _leave(store, key, client)
+        if isinstance(exc, TransportError):  # where a client finds no thread, the manager's name is no remedy
+            raise RuntimeError(f"SiMM: {exc}{advice}") from exc
+        if isinstance(exc, (SimmError, *UNLOADABLE)):
             raise RuntimeError(f"SiMM: {exc}") from exc
-        _users.setdefault(key, weakref.WeakSet()).add(store)
-        return client, key
+        raise
+    return client, key
 
 
-def _leave(store: Store, key: _ClientKey) -> None:
-    """Note that a store is closed. Close its client if that was the last one."""
+def _leave(store: Store, key: _ClientKey, client: Client | None) -> bool:
+    """Note that a store is closed. Close its client if that was the last one; return whether nothing is left of it.
+
+    Twice is harmless. Clients whose close() was interrupted are closed, too, and stores whose close() was put off.
+    """
+    last: list[Client | None] = [client]
     with _lock:
-        users = _users.get(key)
-        if users is None:
-            return
-        users.discard(store)
-        if users:
-            return
-        del _users[key]
-        client = _clients.pop(key, None)
-    if client is not None:
-        client.close()
+        for gone, where in [*((each, each._key) for each in _put_off), (store, key)]:
+            users = _users.get(where)
+            if users is not None:
+                users.discard(gone)
+                if not users:
+                    if (unused := _clients.get(where)) is not None:
+                        last.append(unused)
+                        _leaving.append(unused)
+                        del _clients[where]
+                    del _users[where]
+            with contextlib.suppress(ValueError):  # it is not one of those
+                _put_off.remove(gone)
+    for each in _leaving[:]:
+        if each in last or each._unfinished:
+            each.close()
+        if each._over:  # else another thread is at it, which may be interrupted
+            with contextlib.suppress(ValueError):  # another thread has done the same
+                _leaving.remove(each)
+    return client not in _leaving
 
 
 _handler: logging.Handler | None = None
@@ -214,7 +232,7 @@ def _after_fork_in_child() -> None:
 def _close_all() -> None:
     """Close all clients at exit, waiting for ``EXIT_S`` at most, so that servers release what they hold for them."""
     complain_no_more()  # daemon threads may still use a store that closes here; that is no mistake of the caller
-    clients = list(_clients.values())
+    clients = [*_clients.values(), *_leaving]
     if not clients:
         return
 
@@ -247,7 +265,10 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
 
     def __init__(self) -> None:
         self._client: Client | None = None
+        #: Its client until close() has ended.
+        self._held: Client | None = None
         self._client, self._key = _client_for(self)
+        self._held = self._client
         #: Keys and views refused as INVALID_ARGUMENT.
         self.rejected = 0
         #: Values dropped because their size was not that of the registered view.
@@ -263,10 +284,18 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
         return f"<Store {self._client!r}>" if self._client is not None else "<Store, closed>"
 
     def close(self) -> None:
-        """Close the store: operations return INVALID_ARGUMENT or False from now on. Twice is harmless."""
-        client, self._client = self._client, None
-        if client is not None:
-            _leave(self, self._key)
+        """Close the store: operations return INVALID_ARGUMENT or False from now on. Twice is harmless.
+
+        A second call ends what was interrupted. In a signal's handler see :meth:`simm.client.Client.close`.
+        """
+        self._client = None
+        if self._held is not None:
+            within = ("simm.kv._client_for", "simm.kv._leave")
+            carry_out(self._close_now, within, put_off=lambda: _put_off.append(self))
+
+    def _close_now(self) -> None:
+        if _leave(self, self._key, self._held):
+            self._held = None
 
     def stats(self) -> dict[str, Any]:
         """Return the shared client's :meth:`~simm.client.Client.stats`, with ``rejected`` and ``unfit``."""
@@ -294,7 +323,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
         except UsageError as exc:  # another thread has just closed it
             self._refuse(1, "%s", exc)
             return _INVALID
-        return _put_code(client, digest, status) if status else 0
+        return put_code(client, digest, status) if status else 0
 
     def get(self, key: str, block: BlockView) -> int:
         """Copy the value to the view's head; return its length in bytes, or a negative code, GET_FAILED for a miss.
@@ -377,7 +406,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
 
         Its ``lengths`` has a length or code for each key: GET_FAILED for a miss.
         """
-        from .sdk.calls.kv_pins import PinnedKeys  # few engines load layer by layer
+        from .sdk.calls.kv_pins import PinnedKeys  # loads with the first store
 
         client, digests, _, positions = self._checked(keys)
         if client is None:
@@ -396,7 +425,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
     def mdelete(self, keys: Sequence[str]) -> list[int]:
         """:meth:`delete` for many keys; return a code for each."""
         checked = self._checked(keys)
-        return self._many(lambda client, each, _: client.delete_digests(each), _delete_codes, len(keys), checked)
+        return self._many(lambda client, each, _: client.delete_digests(each), delete_codes, len(keys), checked)
 
     # -- asyncio ------------------------------------------------------------------------------------
 
@@ -492,7 +521,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
             return [refused] * count
         if to_codes is not None:
             results = to_codes(client, digests, spans, results)
-        return results if positions is None else _spread(results, positions, [refused] * count)
+        return results if positions is None else spread(results, positions, [refused] * count)
 
     def _get_codes(
         self, client: Client, digests: Sequence[bytes], spans: Sequence[memoryview | Span], results: list[Any]
@@ -506,7 +535,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
                 continue
             results[at] = _GET_FAILED
             if got == NoValue.UNAVAILABLE:
-                results[at] = _outage(client, digests[at])
+                results[at] = outage(client, digests[at])
             elif got == NoValue.TOO_SMALL:
                 complain("get: a value does not fit its view of %d bytes", len(spans[at]))
             elif type(got) is WrongSize:
@@ -519,7 +548,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
     def _ranges_codes(self, client: Client, digests: list[bytes], _: list[Any], results: list[Any]) -> list[int]:
         for at, got in enumerate(results):
             if got <= 0:
-                results[at] = _outage(client, digests[at]) if got == NoValue.UNAVAILABLE else _GET_FAILED
+                results[at] = outage(client, digests[at]) if got == NoValue.UNAVAILABLE else _GET_FAILED
                 if type(got) is WrongSize:
                     complain("get_ranges: a range ends beyond its value, which has %d bytes", got.length)
                 elif type(got) is Mistake:
@@ -547,28 +576,6 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
             complain("invalid argument: " + problem, *arguments)
 
 
-def _put_code(client: Client, digest: bytes, status: int) -> int:
-    """Return the code for a put's Status."""
-    if status == Status.UNAVAILABLE:
-        return _outage(client, digest)
-    return _PUT_FAILED if status > 0 else status
-
-
-def _outage(client: Client, digest: bytes) -> int:
-    """Return NO_ROUTE if the shard map names no owner, else UNAVAILABLE."""
-    try:
-        return _UNAVAILABLE if client.owned(digest) else _NO_ROUTE
-    except UsageError:  # another thread has just closed it
-        return _UNAVAILABLE
-
-
-def _spread(answers: Sequence[_T], positions: Sequence[int], results: list[_T]) -> list[_T]:
-    """Write the answers to their positions in the whole batch, and return it."""
-    for position, answer in zip(positions, answers):
-        results[position] = answer
-    return results
-
-
 # --- batches: what the client does, and the codes for its results --------------------------------------
 
 
@@ -578,7 +585,7 @@ def _put_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[int
 
 def _put_codes(client: Client, digests: list[bytes], _: list[Any], statuses: list[int]) -> list[int]:
     if any(statuses):
-        return [_put_code(client, digest, status) for digest, status in zip(digests, statuses)]
+        return [put_code(client, digest, status) for digest, status in zip(digests, statuses)]
     return statuses
 
 
@@ -588,12 +595,3 @@ def _get_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[Any
 
 def _ask_all(client: Client, digests: list[bytes], _: list[Any]) -> list[bool]:
     return client.exists_digests(digests)
-
-
-def _delete_codes(client: Client, digests: list[bytes], _: list[Any], statuses: list[int]) -> list[int]:
-    for at, status in enumerate(statuses):
-        if status == Status.NOT_FOUND:
-            statuses[at] = _KEY_NOT_FOUND
-        elif status > 0:
-            statuses[at] = _outage(client, digests[at])
-    return statuses

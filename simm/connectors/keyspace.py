@@ -50,6 +50,7 @@ from typing import Any, Final
 
 from ..client import Client, NoValue, sink_of, source_of
 from ..errors import SimmError
+from ..host import fork
 from ..host.buffers import Span
 from ..schemes.encodings import short_key
 from ..schemes.registry import GENERATION, generation_key
@@ -126,6 +127,11 @@ class Keyspace:
         self._known = 0
         #: When a look has found none, monotonic seconds; None if none has since one was there.
         self._lost_at: float | None = None
+        fork.in_child(self._after_fork)
+
+    def _after_fork(self) -> None:
+        """Take a new lock: another thread, which the child does not have, may hold this one."""
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Keyspace {self.scope} generation={self._known}>"

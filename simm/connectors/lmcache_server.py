@@ -33,7 +33,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from lmcache.lmcache_native import Bitmap
@@ -44,7 +43,9 @@ from lmcache.v1.platform import create_event_notifier
 from ..client import Client
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
+from ..host import fork
 from ..host.buffers import Span
+from ..host.threads import Pool
 from ..schemes.encodings import short_key
 from ..schemes.lmcache import object_keys
 from ..schemes.scheme import Scheme
@@ -114,7 +115,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
             log.info("LMCache's arena is not registered: %s", str(exc))
             self._arena = Arena(self._client, None)
         self._stored_notifier, self._found_notifier, self._loaded_notifier = (create_event_notifier() for _ in range(3))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="simm-lmcache")
+        self._threads = Pool(threads, "simm-lmcache")
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._stored: dict[int, L2StoreResult] = {}
@@ -123,6 +124,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         #: For each locked key the lookups that hold it, and its number among the keys of each.
         self._locked: dict[str, deque[tuple[_Held, int]]] = {}
         self._closed = False
+        fork.in_child(self._after_fork)
         log.info("SiMM's L2 adapter for LMCache: %r, keys behind %r", self._client, self._head)
 
     def get_store_event_fd(self) -> int:
@@ -137,6 +139,11 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         """Return the descriptor that is readable when a load has ended."""
         return int(self._loaded_notifier.fileno())
 
+    def _after_fork(self) -> None:
+        """Give up what only the parent has: the lock's holder, and its pins. Its tasks do not end here."""
+        self._lock = threading.Lock()
+        self._locked = {}
+
     # -- tasks ------------------------------------------------------------------------------------
 
     def _submit(self, what: str, results: dict[int, Any], notifier: Any, nothing: Any, call: Callable[[], Any]) -> int:
@@ -149,16 +156,16 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
                 result = call()
             except Exception as exc:
                 self._complain(what, "%s failed, LMCache goes on without it: %s", what, str(exc), trace=True)
+            end(result)
+
+        def end(result: Any) -> None:
             with self._lock:
                 results[number] = result
                 if not self._closed:
                     notifier.notify()
 
-        try:
-            self._threads.submit(run)
-        except RuntimeError:  # closed
-            with self._lock:
-                results[number] = nothing
+        if self._threads.hand_over(run) is None:  # closed, or no thread can be started
+            end(nothing)
         return number
 
     # -- store --------------------------------------------------------------------------------------
@@ -257,9 +264,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _release_later(self, free: Iterable[_Held]) -> None:
         for held in free:
-            try:
-                self._threads.submit(self._release, held)
-            except RuntimeError:
+            if self._threads.hand_over(self._release, held) is None:
                 self._release(held)
 
     def _release(self, held: _Held) -> None:

@@ -39,6 +39,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from ..client import Client, NoValue, WrongSize, source_of
 from ..constants import VALUE_BYTES_MAX
 from ..errors import ConfigError, SimmError, UsageError
+from ..host import fork
 from ..host.buffers import Ranges, Span
 from ..schemes.encodings import short_key
 from ..sdk.batch import LargeValue
@@ -141,6 +142,11 @@ class MooncakeDistributedStore:
         #: Registered memory by its address. Replaced with each change, as any thread may read it.
         self._registered: dict[int, Span] = {}
         self._sessions = Sessions(self._complain)
+        fork.in_child(self._after_fork)
+
+    def _after_fork(self) -> None:
+        """Take a new lock: another thread, which the child does not have, may hold this one."""
+        self._lock = threading.Lock()
 
     # -- set-up -----------------------------------------------------------------------------------
 

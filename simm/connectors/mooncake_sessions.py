@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from ..host import fork
 from .complaints import Complaints
 
 #: How long a session may be unused, seconds. An engine reads a layer many times in it.
@@ -46,6 +47,11 @@ class Sessions:
         self._lock = threading.Lock()
         #: For each key who holds its value, and the value's number there.
         self._of: dict[str, tuple[Held, int]] = {}
+        fork.in_child(self._after_fork)
+
+    def _after_fork(self) -> None:
+        """Take a new lock: another thread, which the child does not have, may hold this one."""
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return the number of keys that have a session."""

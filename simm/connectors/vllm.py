@@ -31,7 +31,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -52,7 +51,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ..client import Client
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
+from ..host import fork
 from ..host.buffers import Span
+from ..host.threads import Pool
 from ..schemes.scheme import Scheme
 from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
@@ -148,12 +149,18 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._done: list[tuple[JobResult, OffloadingEvent | None, Collection[Any]]] = []
         self._running = 0
         self._idle = threading.Condition()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="simm-vllm")
+        self._threads = Pool(threads, "simm-vllm")
         self._lookups = _Lookups(self, tier_type)
         #: Requests that have not ended, and those of them that began before the last reset. One thread has both.
         self._requests: set[str] = set()
         self._stale: set[str] = set()
+        fork.in_child(self._after_fork)
         log.info("SiMM's tier for vLLM: scope %s of %s", self._keyspace.scope, facts)
+
+    def _after_fork(self) -> None:
+        """Forget the lock's holder and the jobs that run: only the parent has the threads."""
+        self._idle = threading.Condition()
+        self._running = 0
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -245,9 +252,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
         with self._idle:
             self._running += 1
-        try:
-            self._threads.submit(run)
-        except RuntimeError:  # shut down
+        if self._threads.hand_over(run) is None:  # shut down, or no thread can be started
             self._finish(job.job_id, keys, [False] * len(keys), load, 0.0)
 
     def _finish(self, job_id: int, keys: list[Any], good: list[bool], load: bool, seconds: float) -> None:

@@ -16,11 +16,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..client import Client
+from ..host import fork
+from ..host.threads import Pool
 from ..schemes.groups import first_needed, restorable
 from ..schemes.vllm import connector_keys, merged
 from .complaints import Complaints
@@ -34,6 +36,8 @@ log = logging.getLogger("simm.connectors.vllm")
 _THREADS: Final = 2
 #: Blocks on their way to the store whose events are remembered.
 _EVENTS_MAX: Final = 1 << 16
+#: A generation that could not be read is read again after so long, seconds.
+_READ_AGAIN_S: Final = 1.0
 
 
 class Stored(NamedTuple):
@@ -109,7 +113,7 @@ class SchedulerSide:
         self._loads, self._saves = loads, saves
         self._tell = tell
         self._complain = Complaints(log)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="simm-vllm-lookup")
+        self._threads = Pool(_THREADS, "simm-vllm-lookup")
         #: Of the ranks' memory, as far as it differs.
         self.identities: list[str] = []
         self._requests: dict[str, _Tracked] = {}
@@ -117,6 +121,9 @@ class SchedulerSide:
         self._due: list[Load] = []
         #: The last generation that was read.
         self._generation: str | None = None
+        #: Who reads it, and when it is read again if that fails, monotonic seconds.
+        self._reading: Future[str | None] | None = None
+        self._read_again = 0.0
         self._resets = 0
         #: A reset has failed: what is stored may be of other weights.
         self._muted = False
@@ -126,14 +133,18 @@ class SchedulerSide:
         self._stored: list[Stored] = []
         self._gone: list[tuple[int, bytes]] = []
         self.counts: dict[str, float] = {}
+        fork.in_child(self._after_fork)
 
     def use(self, identities: Sequence[str]) -> None:
         """Take what the workers say of their memory: the identity of each rank. Nothing is looked for before."""
         self.identities = list(dict.fromkeys(identities))
-        try:
-            self._threads.submit(self._read_generation)
-        except RuntimeError:
-            return  # shut down
+        self._read_soon(anew=True)
+
+    def _after_fork(self) -> None:
+        """Forget what runs in threads: only the parent has them."""
+        self._reading = None
+        for tracked in self._requests.values():
+            tracked.lookup = None
 
     def _count(self, name: str, number: float = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
@@ -148,6 +159,17 @@ class SchedulerSide:
         if len(own) // factor > len(known):
             known[:] = merged([bytes(each) for each in own], factor)
         return known[: len(own) // factor]
+
+    def _read_soon(self, *, anew: bool = False) -> None:
+        """Have the generation read in a thread. Does not wait, never raises.
+
+        Not while one reads it, nor within ``_READ_AGAIN_S``, unless it is ``anew``: what is read now may be outdated.
+        Where it is not read, as without a thread or without servers, a later step has it read, or a lookup does.
+        """
+        now = time.monotonic()
+        if anew or (now >= self._read_again and (self._reading is None or self._reading.done())):
+            self._reading = self._threads.hand_over(self._read_generation)
+            self._read_again = now + _READ_AGAIN_S
 
     def _read_generation(self) -> str | None:
         try:
@@ -208,7 +230,10 @@ class SchedulerSide:
                 self._hashes(tracked, at)[computed // group.block_tokens : most // group.block_tokens]
                 for at, group in enumerate(self._groups)
             ]
-            answer = self._threads.submit(self._look, computed, most, hashes)
+            answer = self._threads.hand_over(self._look, computed, most, hashes)
+            if answer is None:
+                self._complain("lookup", "no lookup: closed, or no thread can be started")
+                return 0, False
             until = time.monotonic() + self._client.deadline_s
             lookup = tracked.lookup = _Lookup(computed, most, self._resets, until, answer)
             self._count("lookups")
@@ -258,7 +283,10 @@ class SchedulerSide:
         self._say(self._generation)
         if not self._saves or not self.identities or self._muted:
             return plan
-        for number, computed, anew in _scheduled(output):
+        scheduled = _scheduled(output)
+        if scheduled and self._generation is None:  # nothing is looked for before it is known, if nothing is loaded
+            self._read_soon()
+        for number, computed, anew in scheduled:
             tracked_or_none = self._requests.get(number)
             if tracked_or_none is not None:
                 try:
@@ -366,10 +394,7 @@ class SchedulerSide:
             self._generation = None
             for tracked in self._requests.values():
                 tracked.lookup = None
-        try:
-            self._threads.submit(self._read_generation)
-        except RuntimeError:
-            log.debug("a reset after the end")
+        self._read_soon(anew=True)
 
     def close(self) -> None:
         """End the lookups."""

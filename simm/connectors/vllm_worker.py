@@ -26,13 +26,15 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Final
 
 import numpy as np
 
 from ..client import Client, NoValue, WrongSize
+from ..host import fork
 from ..host.buffers import Ranges, Span
+from ..host.threads import Pool
 from ..schemes.vllm import connector_keys
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
@@ -106,16 +108,16 @@ class WorkerSide:
         self._staging_bytes = staging_bytes
         self._share = share
         self._complain = Complaints(log)
-        self._loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="simm-vllm-load")
-        self._savers = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="simm-vllm-save")
-        self._copiers = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="simm-vllm-copy")
+        self._loaders = Pool(_LOAD_THREADS, "simm-vllm-load")
+        self._savers = Pool(_SAVE_THREADS, "simm-vllm-save")
+        self._copiers = Pool(_COPY_THREADS, "simm-vllm-copy")
         self._identity = ""
         self._values: list[ValueLayout] = []
         self._group_of = {name: at for at, group in enumerate(self._groups) for name in group.layers}
         self._spans: list[Span] = []
         self._registered: list[Span] = []
         self._staging: Span | None = None
-        self._row_bytes = 0
+        self._row_bytes = self._rows = 0
         # What follows is guarded by the lock where threads use it too.
         self._lock = threading.Lock()
         self._free: list[int] = []
@@ -134,12 +136,24 @@ class WorkerSide:
         self._saves: list[_Staged] = []
         self._copied: set[str] = set()
         self._copies: list[Future[None]] = []
+        fork.in_child(self._after_fork)
+
+    def _after_fork(self) -> None:
+        """Forget the lock's holder and what runs in threads: only the parent has them.
+
+        The staging memory is a copy of the parent's. Nothing is stored of a step in which something was under way.
+        """
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._step_failed = self._step_failed or self._layers is not None or bool(self._copies)
+        self._layers, self._saves, self._copies = None, [], []
+        self._free, self._saving = list(range(self._rows)), 0
 
     def register(self, layers: Mapping[str, Layer], memory: Sequence[Span], identity: str) -> None:
         """Take the engine's memory. Raises UsageError if its blocks cannot be values."""
         values = [ValueLayout([(name, layers[name]) for name in group.layers]) for group in self._groups]
         self._row_bytes = max(value.size for value in values)
-        rows = max(1, self._staging_bytes // self._row_bytes)
+        self._rows = rows = max(1, self._staging_bytes // self._row_bytes)
         raw = np.empty(rows * self._row_bytes, np.uint8)
         staging = Span(int(raw.__array_interface__["data"][0]), raw.nbytes, keep=raw)
         self._spans = [self._known(span) for span in memory]
@@ -173,9 +187,8 @@ class WorkerSide:
         if self._layerwise and plan.loads:
             self._layers = _Layers(self._values[0].layers, len(plan.loads))
         for load in plan.loads:
-            try:
-                self._loaders.submit(self._load_layers if self._layerwise else self._load, load, self._layers)
-            except RuntimeError:  # closed
+            run = self._load_layers if self._layerwise else self._load
+            if self._loaders.hand_over(run, load, self._layers) is None:  # closed, or no thread can be started
                 self._ended(load, list(load.blocks), time.monotonic())
                 if self._layers is not None:
                     for layer in self._values[0].layers:
@@ -327,9 +340,10 @@ class WorkerSide:
         self._copied.add(name)
         mine = [each for each in self._saves if each.block.group == group]
         if mine:
-            try:
-                self._copies.append(self._copiers.submit(self._copy, name, mine))
-            except RuntimeError:  # closed
+            copy = self._copiers.hand_over(self._copy, name, mine)
+            if copy is not None:
+                self._copies.append(copy)
+            else:  # closed, or no thread can be started
                 self._step_failed = True
 
     def _copy(self, name: str, staged: Sequence[_Staged]) -> None:
@@ -368,9 +382,10 @@ class WorkerSide:
             batch = saves[at : at + _BATCH]
             with self._lock:
                 self._saving += 1
-            try:
-                self._savers.submit(self._save, batch)
-            except RuntimeError:  # closed
+            if self._savers.hand_over(self._save, batch) is None:
+                self._complain("put", "%d blocks were not stored: closed, or no thread can be started", len(batch))
+                with self._lock:
+                    self._count("blocks_not_stored", len(batch))
                 self._release(batch, 1)
 
     def _release(self, staged: Sequence[_Staged], ended: int = 0) -> None:

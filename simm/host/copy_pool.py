@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: More threads than that fill no memory bus.
 THREADS_MAX: Final = 8
+#: After a lack of threads the pool makes them anew at the next copy after so many seconds.
+RENEW_S: Final = 1.0
 _NODES: Final = "/sys/devices/system/node"
 
 
@@ -63,6 +65,9 @@ class CopyPool:
     def __init__(self) -> None:
         #: By NUMA node, -1 for threads that run anywhere: the threads, and how many.
         self._executors: dict[int, tuple[ThreadPoolExecutor, int]] = {}
+        #: When to make the threads anew, 0 for not at all. An executor whose thread could not be started takes the job
+        #: that it has queued for an idle thread from then on, and so starts one less for good.
+        self._renew_at = 0.0
         self._users = 0
         self._lock = threading.RLock()  # the collector may end a user in the middle of what follows
         fork.in_child(self._after_fork)
@@ -111,10 +116,11 @@ class CopyPool:
 
         jobs: list[Future[None]] = []
         try:
-            # No further thread, or the pool ends just now, or no descriptor to load what makes threads: we do it all.
-            with contextlib.suppress(RuntimeError, OSError):
+            try:
                 for _ in range(min(threads, count) - 1):
                     jobs.append(self._helpers(threads - 1, node).submit(help_out))  # noqa: PERF401
+            except (OSError, MemoryError, RuntimeError):  # or the pool ends just now: we do it all
+                self._renew_at = self._renew_at or time.monotonic() + RENEW_S
             work()
             for job in jobs:
                 if not job.cancel():
@@ -131,6 +137,11 @@ class CopyPool:
         cpus = cpus_of(node)
         node = node if cpus else -1
         with self._lock:
+            if self._renew_at and time.monotonic() >= self._renew_at:
+                self._renew_at = 0.0
+                for old, _ in self._executors.values():
+                    old.shutdown(wait=False)
+                self._executors = {}
             executor, size = self._executors.get(node, (None, 0))
             if executor is None or size < count:
                 if executor is not None:

@@ -6,9 +6,9 @@ a hook that gives them up. The order in a child:
 1. Functions, in the order of registration. A module registers after those that it imports, so memory is dealt with
    before the drivers that use it, and drivers before the pools above them.
 2. Methods of objects, newest object first. A part is made after its owner, so the part comes first.
-3. What holds a lock across the fork releases it (:func:`hold`, :func:`around`).
+3. A lock that is held across the fork is made anew (:func:`hold`).
 
-A hook that fails does not stop the others; its traceback goes to stderr.
+A hook that fails, or that an interrupt ends, does not stop the others; its traceback goes to stderr.
 Garbage collection is paused meanwhile: it could finalise an object of the parent whose hook has not run yet.
 
 No hook may wait for a lock, as the thread that held it does not exist in the child. It makes a new lock instead.
@@ -20,6 +20,7 @@ import functools
 import gc
 import itertools
 import os
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -52,17 +53,36 @@ def _forget(methods: dict[int, Any], number: int, _: object) -> None:
     methods.pop(number, None)
 
 
-def hold(acquire: Callable[[], Any], release: Callable[[], Any]) -> None:
-    """Hold a lock across each fork, so that a child finds whole what it guards."""
-    around(acquire, release, release)
+def hold(lock: threading.RLock) -> None:
+    """Hold a reentrant lock across each fork, so that a child finds whole what it guards.
 
+    Only one that its holders never keep during I/O, as all forks of the process wait for it. What was registered by
+    :func:`around` before runs with the lock held.
 
-def around(before: Callable[[], Any], in_parent: Callable[[], Any], in_child: Callable[[], Any]) -> None:
-    """Call ``before`` in the parent before each fork, and the others after it; ``in_child`` after all hooks above.
+    An interrupt may end the wait for it. The fork then goes on without the lock: :func:`holds` says so. The release in
+    the parent fails, which the interpreter prints, and changes nothing, as another thread has it.
 
-    ``in_parent`` is also called if the fork fails.
+    A child has none of the threads that may have it, so it makes the lock anew. That also ends what its own thread has:
+    the handler of a signal may have forked while it did, and the child's other threads would wait for ever. If such a
+    child returns from the handler, the release there raises RuntimeError.
+
+    These are C functions: an interrupt cannot end those before they have begun, as it can a Python function.
     """
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+    renew = lock._at_fork_reinit  # type: ignore[attr-defined]  # as Python's own modules do
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=renew)
+
+
+def holds(lock: threading.RLock) -> bool:
+    """Return whether this thread has the lock."""
+    return lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+
+def around(before: Callable[[], Any], in_parent: Callable[[], Any]) -> None:
+    """Call ``before`` in the parent before each fork, and ``in_parent`` there after it, also if the fork fails.
+
+    An interrupt may end either of them.
+    """
+    os.register_at_fork(before=before, after_in_parent=in_parent)
 
 
 def keep_forever(obj: Any) -> bool:
@@ -84,10 +104,13 @@ def _run() -> None:
             functools.partial(function, found)
             for reference, function in reversed(_METHODS.values()) if (found := reference()) is not None
         ]  # fmt: skip
-        for hook in (*_FUNCTIONS, *methods):
+        left = iter((*_FUNCTIONS, *methods))
+        while True:
             try:
-                hook()
-            except BaseException:
+                for hook in left:
+                    hook()
+                break
+            except BaseException:  # of a hook, or an interrupt between two: the others have their turn
                 traceback.print_exc()
     finally:
         if collecting:

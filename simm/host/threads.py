@@ -1,4 +1,5 @@
-"""Threads for what may take long: a heartbeat beside one long call, and the closing of descriptors. And how to wait.
+"""Threads for what may take long: a heartbeat beside one long call, and the closing of descriptors. And how to wait,
+and a pool of threads.
 
 A descriptor that came from another process is closed in a thread of its own. How long ``close`` takes is for the other
 process to choose. A TCP socket with SO_LINGER waits for its peer, and a file in user space (FUSE) for the program that
@@ -11,20 +12,30 @@ A thread that waits in ``close`` can do nothing else, so there are ``THREADS_MAX
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import fork
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from queue import SimpleQueue
+
+_T = TypeVar("_T")
 
 #: What is raised where the system has no process, descriptor, thread or memory to spare, which may pass.
 LACKING: Final = (OSError, MemoryError, RuntimeError)
 #: Between two beats, seconds: a tenth of what readers of an arena wait for one.
 BEAT_S: Final = 0.05
+#: At the end of the process the calls in pools have so long, seconds: more than a client's default deadline.
+EXIT_S: Final = 10.0
 #: No block takes as long. One that does has hung, and its heartbeat stops.
 BEATS_S_MAX: Final = 600.0
 THREADS_MAX: Final = 16
@@ -50,7 +61,7 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
 
     thread = threading.Thread(target=run, name="simm-beat", daemon=True)
     # Without threads to spare nothing beats: what is done in the block matters more.
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, MemoryError):
         thread.start()
     try:
         yield
@@ -58,6 +69,159 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
         ended.set()
         if thread.ident is not None:  # it was started
             thread.join()
+
+
+class Pool:
+    """Threads that run calls, ``threads`` of them at most. A call is run once, or never. Any thread may call it.
+
+    An executor of the standard library queues a call before it starts a thread for it. Where none can be started it
+    raises, and a thread that it has runs the call all the same, at any later time. What it has queued then counts as
+    an idle thread for good. An interrupt in its semaphore stops all executors of the process. Here a thread is there
+    before its call is queued, and threads wait by a queue of C alone.
+
+    Calls are begun in the order in which they came. Threads are started when they are needed and stay. They are
+    daemons: a call that hangs keeps no process from its end, which waits ``EXIT_S`` for them. A forked child begins
+    without threads, and without the parent's calls. The threads end when nothing refers to the pool.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        from concurrent.futures import Future  # many processes have no pool
+        from queue import SimpleQueue
+
+        self._threads_max, self._name = threads, name
+        self._new_job: type[Future[Any]] = Future
+        self._new_queue: Callable[[], SimpleQueue[Any]] = SimpleQueue
+        self._closed = False
+        self._begin()
+        fork.in_child(self._begin)
+        _POOLS.add(self)
+
+    def _begin(self) -> None:
+        #: Reentrant, as a signal's handler may call here while its thread does.
+        self._lock = threading.RLock()
+        #: (job, call, arguments) each; None at the end.
+        self._calls = self._new_queue()
+        #: Those that have not ended.
+        self._jobs: set[Future[Any]] = set()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def hand_over(self, call: Callable[..., _T], *arguments: Any) -> Future[_T] | None:
+        """Give a call to a thread; return its job. None: nothing runs it, now or later. Does not wait for it.
+
+        None if the pool is shut down, or if no thread is idle and a further one cannot be started. O(1). An interrupt
+        takes the call back, unless a thread has begun it.
+        """
+        with self._lock:
+            if self._closed:
+                return None
+            try:
+                job: Future[_T] = self._new_job()
+            except MemoryError:
+                return None
+            try:
+                self._jobs.add(job)
+                if not len(self._jobs) > len(self._threads) < self._threads_max or self._start_one():
+                    self._calls.put((job, call, arguments))
+                    return job
+            except BaseException as exc:
+                taken_back = job.cancel()
+                self._jobs.discard(job)
+                if type(exc) is not MemoryError:
+                    raise
+                return None if taken_back else job
+            self._jobs.discard(job)
+            return None
+
+    def _start_one(self) -> bool:
+        """Start a further thread; return False if there can be none. Raises what a signal's handler raises."""
+        permit = [True]
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=_work, args=(permit, self._calls, self._jobs), name=name, daemon=True)
+        try:
+            self._threads.append(thread)
+            thread.start()
+        except BaseException as exc:
+            with contextlib.suppress(IndexError):  # it has begun
+                permit.pop()
+                self._threads[:] = [each for each in self._threads if each is not thread]
+                if not self._threads:
+                    for job in list(self._jobs):  # of a handler that has relied on this thread
+                        job.cancel()
+            # Of the start itself: another RuntimeError is a handler's.
+            if type(exc) is MemoryError or (isinstance(exc, RuntimeError) and str(exc).startswith("can't")):
+                return False
+            raise
+        return True
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls. ``wait`` for those that are left, or cancel those that have not begun.
+
+        Again after an interrupt it does what is left. A thread of the pool does not wait for itself.
+        """
+        with self._lock:
+            self._closed = True
+        if cancel_futures:
+            for job in list(self._jobs):
+                job.cancel()
+        self._calls.put(None)
+        if wait:
+            self._join(None)
+
+    def _join(self, until: float | None) -> None:
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                with contextlib.suppress(RuntimeError):  # a handler has interrupted its start
+                    thread.join(None if until is None else max(0.0, until - time.monotonic()))
+
+
+def _work(permit: list[bool], calls: SimpleQueue[Any], jobs: set[Future[Any]]) -> None:
+    """Run calls until there are no more. Runs in a thread of a pool, which it does not refer to."""
+    try:
+        permit.pop()
+    except IndexError:  # whoever started this thread was interrupted, and counts on none
+        return
+    while (given := calls.get()) is not None:
+        with contextlib.suppress(BaseException):  # what a job cannot take; the thread goes on
+            _run(jobs, *given)
+        del given
+    calls.put(None)  # for the next thread
+
+
+def _run(jobs: set[Future[Any]], job: Future[_T], call: Callable[..., _T], arguments: tuple[Any, ...]) -> None:
+    """Run a call, unless its job is cancelled. Whoever has the result finds this thread idle."""
+    try:
+        if not job.set_running_or_notify_cancel():
+            jobs.discard(job)
+            return
+        try:
+            result = call(*arguments)
+        except BaseException as exc:
+            jobs.discard(job)
+            job.set_exception(exc)
+        else:
+            jobs.discard(job)
+            job.set_result(result)
+    finally:
+        jobs.discard(job)
+        del job, call, arguments  # the job holds the call's exception, which holds this frame
+
+
+#: Those of this process.
+_POOLS: Final[weakref.WeakSet[Pool]] = weakref.WeakSet()
+
+
+def _end_pools() -> None:
+    """Let the threads of all pools end what they have, for a while: they are stopped in the middle then."""
+    until = time.monotonic() + EXIT_S
+    pools = list(_POOLS)
+    for pool in pools:
+        pool.shutdown(wait=False)
+    for pool in pools:
+        pool._join(until)
+
+
+atexit.register(_end_pools)
 
 
 class Waiters:
@@ -147,7 +311,7 @@ class Closer:
             self._threads += 1
         try:
             threading.Thread(target=self._run, name="simm-closer", daemon=True).start()
-        except RuntimeError:  # no more threads: those that run go on, and the next call tries again
+        except (RuntimeError, MemoryError):  # no more threads: those that run go on, and the next call tries again
             with self._lock:
                 self._threads -= 1
 

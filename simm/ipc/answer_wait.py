@@ -1,4 +1,7 @@
-"""The wait for a worker's answers: in steps (``ipc/steps.py``), or for those to several commits, or for grants."""
+"""Requests that are sent ahead, and the wait for a worker's answers.
+
+In steps (``ipc/steps.py``), or for those to several commits, or for grants.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
+from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import DeadlineError, NotSentError, PeerError, TransportError
 from ..net.allowance import ALLOWANCE, LOOK_S, allowed, at_least, tries_within
 from ..net.channel import Refused
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from .commit_ring import HEAD
-from .grant_pool import request_count
+from .grant_pool import request_count, target_count
 from .session import WorkerSession
 
 #: A batch whose call has no time left may wait for this share of a deadline to take the answers in flight. A worker
@@ -245,6 +249,15 @@ def ending(
         raise
 
 
+def forsake_batch(
+    session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], asked: tuple[int, int] | None
+) -> None:  # fmt: skip
+    """Give up what :func:`ending` has not taken, as it has not begun, say. Twice is harmless. O(in flight)."""
+    forsake(session, [ticket for ticket, _ in in_flight])
+    if asked is not None:
+        session.disown(asked[0])
+
+
 def while_cleaning_up(session: WorkerSession) -> AbstractContextManager[None]:
     """Let a batch that ends take what it has in flight, although its call has no time left."""
     return at_least(session.deadline_s * LAST_SHARE)
@@ -258,6 +271,33 @@ def ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int]
         return None
     count = request_count(chunk, lack)
     return session.submit(M.Grant([(length, count)])), count
+
+
+def commit(
+    session: WorkerSession, entries: list[tuple[bytes, int, int, int, int, int]], left: int, top: bool,
+    in_flight: list[tuple[int, list[int]]], mine: list[int],
+) -> None:  # fmt: skip
+    """Send what is copied, with the grants that are wanted next. What is sent is ``in_flight``, as ``mine``.
+
+    With ``top`` it also wants grants for large values: as many as the pool is to have when ``left`` more are put. They
+    come with the answer after this one's.
+    """
+    spent: dict[int, int] = {}
+    for entry in entries:
+        length = entry[2]
+        spent[length] = spent.get(length, 0) + 1
+    wants = []
+    for length, count in spent.items():
+        chunk = chunk_bytes_for(length)
+        keep = target_count(chunk)
+        have = len(session.pool.stock(chunk))
+        if chunk > SLAB_CHUNK_BYTES_MAX:  # each batch asks for what it lacks, while it copies what these have room for
+            count = max(0, keep - max(0, have - left)) if top and not session.pool.line else 0
+        else:
+            count = session.pool.refill(have, count, left, keep)
+        if count:
+            wants.append((length, count))
+    session.submit(M.Commit(entries, wants), in_flight, mine)
 
 
 def collect_grants(session: WorkerSession, asked: tuple[int, int]) -> None:

@@ -41,22 +41,28 @@ What can go wrong
   until it is their turn. While somebody waits, no put asks for grants ahead, and who comes joins the line.
 * *There is no room to come*, as in an arena full of pins. The first in the line gives up after ROOM_WAIT_S and
   ROOM_ASKS requests without a grant, and those behind it with it. Puts of this pool do not wait again for
-  ROOM_AGAIN_S: a batch pays once. Time in the line before does not count, as grants came in it.
+  ROOM_AGAIN_S: a batch pays once. Time in the line before does not count, as grants came in it. Nor do requests of
+  MAKING_S and more: that long takes a grantor that makes room, and one that has none to make says so sooner.
 * *The grantor ends.* Its grants are void: ``clear`` empties the pool with the session.
 
 Stocks are plain lists by chunk size, last in first out: the chunk used last is warm in the caches. A PUT looks up its
 stock by value length, in ``by_length``, which may forget at any time. There is no lock, so counts are estimates while
 other threads take; a pool may overshoot its target by as many grants as commits were in flight.
+
+A signal's handler may raise once ``list.pop`` has returned, and before the grant is anybody's. So grants are taken by
+steps of an iterator, as locks are (``net/allowance.py``): no handler runs between such a step and the assignment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from ..errors import NotSentError, RemoteProtocolError
@@ -84,10 +90,12 @@ REQUEST_BYTES: Final = 32 << 20
 REQUEST_MAX: Final = 1024
 #: While a pool is low, a commit asks for this many grants more than it spends. The worker makes them between two puts.
 TOP_UP: Final = 4
-#: The first in a line gives up after so many seconds and requests. Holders that are asked for idle grants answer within
-#: 0.1 s. On a busy machine the time may be over after one request.
+#: The first in a line gives up after so many seconds, and so many requests. Holders that are asked for idle grants
+#: answer within 0.1 s. On a busy machine the time may be over after one request.
 ROOM_WAIT_S: Final = 0.5
 ROOM_ASKS: Final = 10
+#: Requests that take so long do not count as time: the grantor makes room, a quarter of a second's work for each.
+MAKING_S: Final = 0.2
 #: After a wait in vain none waits again for so long, seconds.
 ROOM_AGAIN_S: Final = 1.0
 #: Pause between two requests of a put that waits: the first, and the longest; seconds.
@@ -211,19 +219,24 @@ class Line:
             self._places[0][0].release()
 
 
+def pops_of(stock: list[G]) -> Iterator[G]:
+    """Return an iterator each of whose steps takes a grant, or raises IndexError. See above. Any thread may step it."""
+    return map(stock.pop, repeat(-1))
+
+
 class GrantPool(Generic[G]):
     """The unused grants of one holder. Any thread may call it; no method waits."""
 
     __slots__ = (
-        "_handled", "_large", "by_length", "bytes_max", "line", "no_wait_until", "recalled", "stocks", "unsent",
-        "within",
+        "_handled", "_large", "by_length", "bytes_max", "line", "no_wait_until", "recalled", "running", "stocks",
+        "unsent", "within",
     )  # fmt: skip
 
     def __init__(self) -> None:
         #: By chunk bytes. A stock is never replaced, see above.
         self.stocks: dict[int, list[G]] = {}
-        #: By value length: the stock, and its target. Filled by for_length; a PUT looks here first.
-        self.by_length: dict[int, tuple[list[G], int]] = {}
+        #: By value length: the stock, its target, its :func:`pops_of`. Filled by for_length; a PUT looks here first.
+        self.by_length: dict[int, tuple[list[G], int, Iterator[G]]] = {}
         #: What all sessions of the grantor may hold together, bytes; 0 keeps no large grants.
         self.bytes_max = 0
         #: Begin and end of the offsets that a grant may cover.
@@ -231,6 +244,8 @@ class GrantPool(Generic[G]):
         #: Ids of grants that were taken, and whose commit failed: they are to be returned. If that was sent after all,
         #: the grant is spent, and the grantor ignores its id, which no other grant ever has.
         self.unsent: list[int] = []
+        #: Ids of grants that stay taken for good: a device may still write their chunks.
+        self.running: list[int] = []
         #: Threads that wait for room.
         self.line = Line()
         #: No put waits for room before then, monotonic seconds.
@@ -248,21 +263,21 @@ class GrantPool(Generic[G]):
 
     def take(self, length: int) -> G | None:
         """Take a grant for a value of ``length`` bytes; None if there is none."""
-        stock = self.stocks.get(chunk_bytes_for(length))
+        stock, _, pops = self.by_length.get(length) or self.for_length(length)
         if stock:
             try:
-                return stock.pop()
+                for grant in pops:
+                    return grant
             except IndexError:  # another thread was faster
                 return None
         return None
 
     def take_many(self, length: int, count: int) -> list[G]:
         """Take up to ``count`` grants for values of ``length`` bytes."""
-        stock = self.stock(chunk_bytes_for(length))
+        part = islice(self.for_length(length)[2], max(0, count))
         taken: list[G] = []
         try:
-            while len(taken) < count:
-                taken.append(stock.pop())
+            taken += part  # what came before an error stays in the list
         except IndexError:
             pass
         return taken
@@ -290,13 +305,17 @@ class GrantPool(Generic[G]):
         """Take grants of at least ``wanted`` bytes out, or all; only those of chunks of more than ``above`` bytes."""
         taken: list[G] = []
         freed = 0
-        for chunk, stock in list(self.stocks.items()):
-            while chunk > above and stock and (wanted is None or freed < wanted):
-                try:
-                    taken.append(stock.pop())
-                except IndexError:
-                    break
-                freed += chunk
+        try:
+            for chunk, stock in list(self.stocks.items()):
+                if chunk > above and stock and (wanted is None or freed < wanted):
+                    before = len(taken)
+                    part = islice(pops_of(stock), len(stock) if wanted is None else -((freed - wanted) // chunk))
+                    with contextlib.suppress(IndexError):  # other threads take some, too
+                        taken += part
+                    freed += (len(taken) - before) * chunk
+        except BaseException:  # interrupted
+            self.add(taken)
+            raise
         return taken
 
     def clear(self) -> None:
@@ -312,14 +331,15 @@ class GrantPool(Generic[G]):
         stock = self.stocks.get(chunk)
         return stock if stock is not None else self.stocks.setdefault(chunk, [])
 
-    def for_length(self, length: int) -> tuple[list[G], int]:
-        """Return the stock for values of ``length`` bytes and its target. ``by_length`` has it from now on."""
+    def for_length(self, length: int) -> tuple[list[G], int, Iterator[G]]:
+        """Return the stock for values of ``length`` bytes, its target and pops. ``by_length`` has it from now on."""
         known = self.by_length.get(length)
         if known is None:
             if len(self.by_length) >= LENGTHS_MAX:
                 self.by_length.clear()
             chunk = chunk_bytes_for(length)
-            known = self.by_length[length] = self.stock(chunk), target_count(chunk)
+            stock = self.stock(chunk)
+            known = self.by_length[length] = stock, target_count(chunk), pops_of(stock)
         return known
 
     def count(self, length: int) -> int:
@@ -458,16 +478,22 @@ def _ask_again(holder: GrantHolder[G], length: int, until: float) -> G | None:
     pause, longest = ROOM_PAUSE_S
     asks = 0
     began = time.monotonic()
-    while (now := time.monotonic()) < until and now >= pool.no_wait_until:
-        if asks >= ROOM_ASKS and now - began >= ROOM_WAIT_S:
-            pool.no_wait_until = now + ROOM_AGAIN_S
+    making_s = 0.0
+    while (now := time.monotonic()) >= pool.no_wait_until:
+        enough = asks >= ROOM_ASKS, now - began - making_s >= ROOM_WAIT_S
+        if all(enough) or now >= until:
+            if any(enough):
+                pool.no_wait_until = now + ROOM_AGAIN_S
             break
         time.sleep(min(pause, until - now))
         pause = min(2 * pause, longest)
         grant = pool.take(length)  # other threads release some, and their answers bring some
         if grant is None:
+            asked = time.monotonic()
             holder.ask([(length, 1)])
             asks += 1
+            if (took := time.monotonic() - asked) >= MAKING_S:
+                making_s += took
             grant = pool.take(length)
         if grant is not None:
             return grant
@@ -519,17 +545,15 @@ def return_idle(holder: GrantHolder[G], wanted: int | None = None, *, above: int
     Only grants of chunks of more than ``above`` bytes are returned. Raises TransportError.
     """
     grants = holder.pool.drain(wanted, above)
-    done = 0
-    for part in batches(grants):
-        try:
-            holder.return_grants([grant[0] for grant in part])
-        except NotSentError:
-            holder.pool.add(grants[done:])
-            raise
-        except BaseException:  # these may be the grantor's now, whether it answers or not
-            holder.pool.add(grants[done + len(part) :])
-            raise
-        done += len(part)
+    done = sent = 0
+    try:
+        for part in batches(grants):
+            numbers = [grant[0] for grant in part]
+            done, sent = sent, sent + len(part)  # these may be the grantor's from now on, whether it answers or not
+            holder.return_grants(numbers)
+    except BaseException as exc:
+        holder.pool.add(grants[done if isinstance(exc, NotSentError) else sent :])
+        raise
     return sum(grant[2] for grant in grants)
 
 

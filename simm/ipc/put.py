@@ -6,11 +6,9 @@ while it holds an uncommitted one: before asking, it commits what is copied.
 Every commit of a batch asks for as many grants as it spends, so the pool keeps its level. A pool that is low asks for a
 few more, a full one for none (:func:`~simm.ipc.grant_pool.refill_count`). Single puts ask for a quarter of the pool
 when so many are missing, as one eviction of 16 entries takes the worker a third of 16 evictions. The worker makes the
-grants after its answer and sends them with the next one. So a single put costs one exchange and never waits for an
-allocation, and most of its messages have the one-key form.
+grants after its answer and sends them with the next one. So a single put is one exchange and waits for no allocation.
 
-Large values cost what their copy costs, and waking a sleeping worker on top, which can take as long as the copy
-(``python -m simm bench`` measures single puts and batches of each size):
+Large values cost what their copy costs, and waking a sleeping worker on top, which can take as long as the copy:
 
 * A single put announces its commit when its copy begins (:meth:`WorkerSession.announce_commit`), so that a worker
   which still polls does not go to sleep in the middle. It wakes a sleeping one a MiB before the end.
@@ -23,20 +21,19 @@ Large values cost what their copy costs, and waking a sleeping worker on top, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
-from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import PeerError, TransportError, UnfinishedCopy
 from ..host.buffers import RELEASE_BYTES, Copier, DeviceCopy, Pieces, Span, address_of, host_view, memmove
 from ..host.parts import HOST_TYPES, checksum_of, gather, on_device
 from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
-from ..wire import messages as M
 from ..wire.messages import Status
-from .answer_wait import AnswerWait, ask_ahead, collect, collect_grants, ending
+from .answer_wait import AnswerWait, ask_ahead, collect, collect_grants, commit, ending, forsake_batch
 from .commit_ring import ANNOUNCE_BYTES, SLOTS
-from .grant_pool import GrantTuple, RoomWait, obtain, request_count, room_of_call, single_count, target_count
+from .grant_pool import GrantTuple, RoomWait, obtain, request_count, room_of_call, single_count
 from .session import WorkerSession
 from .steps import Steps, finish
 
@@ -78,55 +75,57 @@ class ShmPut:
         if length >= ANNOUNCE_BYTES:
             return self._put_large(session, digest, source, length)
         known = session.pool.by_length.get(length)
-        pool, keep = known if known is not None else session.pool.for_length(length)
+        pool, keep, pops = known if known is not None else session.pool.for_length(length)
         try:
-            grant = pool.pop()
+            for grant in pops:  # noqa: B007 -- no call from here to the next try: an interrupt would lose the grant
+                break
         except IndexError:
             return self._put_asking(session, digest, source, length)
-        crc, flags = self._fill(session, grant, source, length)
-        if (count := single_count(len(pool), keep)) and session.pool.line:
-            count = 0
+        crc = -1  # until it is copied
         try:
+            crc, flags = self._fill(session, grant, source, length)
+            if (count := single_count(len(pool), keep)) and session.pool.line:
+                count = 0
             return session.commit_one(digest, grant[0], length, crc, flags, length, count)
         except BaseException:
-            session.pool.unsent.append(grant[0])
+            _give_back(session, grant, crc)
             raise
 
     def _put_asking(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
         """:meth:`put_one` with an empty pool, and one deadline for all its exchanges."""
-        pool, keep = session.pool.for_length(length)
+        pool, keep, _ = session.pool.for_length(length)
+        grant, crc = None, -1
         with at_most(session.deadline_s):
-            grant = _obtain(session, length, 1, room_of_call(session.deadline_s / 2))
-            if grant is None:
-                return Status.NO_SPACE
-            return self._put_granted(session, digest, source, grant, session.pool.refill(len(pool), 1, 0, keep))
+            try:
+                if (grant := _obtain(session, length, 1, room_of_call(session.deadline_s / 2))) is None:
+                    return Status.NO_SPACE
+                count = session.pool.refill(len(pool), 1, 0, keep)
+                crc, flags = self._fill(session, grant, source, length)
+                return session.commit_one(digest, grant[0], length, crc, flags, length, count)
+            except BaseException:
+                _give_back(session, grant, crc)
+                raise
 
     def _put_large(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
         """:meth:`put_one` of a value whose commit is announced."""
-        pool, keep = session.pool.for_length(length)
+        pool, keep, _ = session.pool.for_length(length)
         repeats = not keep and session.pool.repeats_large(chunk_bytes_for(length))
-        grant = session.pool.take(length)
-        if grant is None:
-            with at_most(session.deadline_s):  # one for this and one for the next
-                grant = _obtain(session, length, 1 + repeats, room_of_call(session.deadline_s / 2))
-        if grant is None:
-            return Status.NO_SPACE
-        have = len(pool)
-        want = session.pool.refill(have, 1, 0, keep) if keep else int(repeats and have < 2 and not session.pool.line)
-        status = self._put_granted(session, digest, source, grant, want)
+        grant, crc = session.pool.take(length), -1
+        try:
+            if grant is None:
+                with at_most(session.deadline_s):  # one for this and one for the next
+                    grant = _obtain(session, length, 1 + repeats, room_of_call(session.deadline_s / 2))
+            if grant is None:
+                return Status.NO_SPACE
+            have = len(pool)
+            want = session.pool.refill(have, 1, 0, keep) if keep else repeats and have < 2 and not session.pool.line
+            crc, flags = self._fill(session, grant, source, length)
+            status = session.commit_one(digest, grant[0], length, crc, flags, length, int(want))
+        except BaseException:
+            _give_back(session, grant, crc)
+            raise
         session.clear_announcement()
         return status
-
-    def _put_granted(
-        self, session: WorkerSession, digest: bytes, source: memoryview | Span, grant: GrantTuple, count: int
-    ) -> int:
-        length = len(source)
-        crc, flags = self._fill(session, grant, source, length)
-        try:
-            return session.commit_one(digest, grant[0], length, crc, flags, length, count)
-        except BaseException:
-            session.pool.unsent.append(grant[0])
-            raise
 
     def put_many(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
@@ -153,7 +152,6 @@ class ShmPut:
         if type(sources[positions[0]]) not in HOST_TYPES:
             self._put_from_device(session, digests, sources, positions, statuses, room)
             return
-        fill = self._fill
         left = len(positions)
         length = len(sources[positions[0]])
         asked: tuple[int, int] | None = None
@@ -169,8 +167,8 @@ class ShmPut:
         mine: list[int] = []
         #: Committed, not yet answered.
         in_flight: list[tuple[int, list[int]]] = []
-        pool: list[GrantTuple] = []
-        pooled = -1
+        grant: GrantTuple | None = None  # taken, and not yet among these
+        (pool, _, pops), pooled = session.pool.for_length(length), length
         try:
             asked = ask_ahead(session, length, left)
             if together:
@@ -188,16 +186,16 @@ class ShmPut:
                 source = sources[position]
                 length = len(source)
                 if length != pooled:  # found once for a run of one length
-                    pool, pooled = session.pool.for_length(length)[0], length
-                grant: GrantTuple | None
+                    (pool, _, pops), pooled = session.pool.for_length(length), length
                 try:
-                    grant = pool.pop()
+                    for grant in pops:  # noqa: B007 -- see put_one
+                        break
                 except IndexError:
                     if planned:
                         self._fill_planned(session, digests, planned, entries, mine, -1)
                         planned_bytes = 0
                     if entries:
-                        in_flight.append((_commit(session, entries, left, False), mine))
+                        commit(session, entries, left, False, in_flight, mine)
                         entries, mine, pending = [], [], 0
                     if asked is not None:
                         if together:
@@ -232,15 +230,12 @@ class ShmPut:
                 wake = after if full or not left else -1
                 if left and not pool:  # this was the last one: more come while it is filled
                     wake = after
-                    try:
-                        asked = asked or ask_ahead(session, length, left)
-                    except BaseException:
-                        session.pool.release(grant)
-                        raise
+                    asked = asked or ask_ahead(session, length, left)
                 elif after > LAST_BYTES and len(in_flight) < SLOTS - 2:
                     wake = -1
                 if spread and length >= RELEASE_BYTES and type(source) in _PLAIN:
-                    planned.append((grant, source, length, position))
+                    plan, grant = (grant, source, length, position), None
+                    planned.append(plan)
                     planned_bytes += length
                     if full or not left or not pool or planned_bytes >= COMMIT_BYTES:
                         self._fill_planned(session, digests, planned, entries, mine, -1 if together else wake)
@@ -249,23 +244,24 @@ class ShmPut:
                     if planned:  # of a duplicate key the later value is committed later
                         self._fill_planned(session, digests, planned, entries, mine, -1)
                         planned_bytes = 0
-                    crc, flags = fill(session, grant, source, length, -1 if together else wake)
-                    entries.append((digests[position], grant[0], length, crc, flags, 0))
+                    crc, flags = self._fill(session, grant, source, length, -1 if together else wake)
                     mine.append(position)
+                    entry, grant = (digests[position], grant[0], length, crc, flags, 0), None
+                    entries.append(entry)
                 if left and full:
                     if together and len(in_flight) >= SLOTS:
                         yield AnswerWait(session, in_flight[-SLOTS][0])
                     top = after <= LAST_BYTES and not topped
-                    in_flight.append((_commit(session, entries, left, top), mine))
-                    topped = topped or top
+                    commit(session, entries, left, top, in_flight, mine)
                     entries, mine, pending = [], [], 0
+                    topped = topped or top
                     if together:
                         session.kick()
             if planned:
                 self._fill_planned(session, digests, planned, entries, mine, -1)
             if together:
                 if entries:
-                    in_flight.append((_commit(session, entries, 0, not topped), mine))
+                    commit(session, entries, 0, not topped, in_flight, mine)
                     entries = []
                 if in_flight:
                     session.kick()
@@ -273,13 +269,21 @@ class ShmPut:
         except PeerError:
             _not_sent(positions[len(positions) - left :], statuses)
             raise
-        finally:
-            # Also when interrupted: what is copied is complete, and grants in answers that are not read would be lost.
-            for plan in planned:
-                session.pool.release(plan[0])
-            with ending(session, in_flight, asked, statuses):
-                if entries:
-                    in_flight.append((_commit(session, entries, 0, not topped, last=True), mine))
+        finally:  # also when interrupted: what is copied is complete, and grants in answers not read would be lost
+            try:
+                for plan in planned:
+                    session.pool.release(plan[0])
+                if grant is not None:
+                    _give_back(session, grant, -1)
+                with ending(session, in_flight, asked, statuses):
+                    if entries and not (in_flight and in_flight[-1][1] is mine):  # else interrupted once it was sent
+                        del mine[len(entries) :]
+                        commit(session, entries, 0, not topped, in_flight, mine)
+                    entries = []
+            except BaseException:  # nobody tries again to commit what is left; ``ending`` may not have begun
+                session.pool.unsent += [entry[1] for entry in entries]
+                forsake_batch(session, in_flight, asked)
+                raise
         session.clear_announcement()
 
     def _put_runs(
@@ -294,9 +298,11 @@ class ShmPut:
         entries, mine = ready
         done, count = 0, len(positions)
         length = len(sources[positions[0]])
-        pool = session.pool.for_length(length)[0]
+        pool, _, pops = session.pool.for_length(length)
         grows = not together and count >= 2 * most and length <= COMMIT_GROW_BYTES
         most = COMMIT_KEYS_FIRST if grows else most
+        grants: list[GrantTuple] = []  # taken, and not among ``entries``
+        sent: list[int] = []  # the positions of the frame that was sent last
         try:
             while done < count and not (together and len(in_flight) >= SLOTS):
                 if grows and 3 * (count - done) <= 4 * most:
@@ -305,35 +311,42 @@ class ShmPut:
                 run = [sources[position] for position in part]
                 if not len(run) < len(pool) or not _PLAIN.issuperset(map(type, run)) or {*map(len, run)} != {length}:
                     break
-                grants = session.pool.take_many(length, len(run))
-                if len(grants) < len(run):  # another thread was faster
-                    session.pool.add(grants)
+                try:
+                    grants += islice(pops, len(run))  # no call once it takes them
+                except IndexError:  # another thread was faster
                     break
-                sums = self._fill_run(session, grants, run, length)
-                entries += [
-                    (digests[position], grant[0], length, crc, flags, 0)
-                    for position, grant, (crc, flags) in zip(part, grants, sums)
+                filled = [
+                    (digests[each], grant[0], length, crc, flags, 0)
+                    for each, grant, (crc, flags) in zip(part, grants, self._fill_run(session, grants, run, length))
                 ]  # fmt: skip
+                entries += filled
                 mine += part
+                grants, sent = [], [*part]
                 done += len(run)
-                in_flight.append((_commit(session, entries, count - done, False), mine[:]))
-                entries.clear()
-                mine.clear()
+                commit(session, entries, count - done, False, in_flight, sent)
+                del entries[:], mine[:]
                 if together:
                     session.kick()
                 most = min(2 * most, COMMIT_KEYS_MOST) if grows else most
         except PeerError:
             _not_sent(positions[done:], statuses)
             raise
+        finally:
+            if in_flight and in_flight[-1][1] is sent:  # an interrupt may have come before this was done
+                del entries[:], mine[:]
+            if grants:
+                session.pool.add(grants)
         return done
 
     def _fill_run(
         self, session: WorkerSession, grants: Sequence[GrantTuple], run: Sequence[memoryview | Span], length: int
     ) -> Sequence[tuple[int, int]]:
         """Do :meth:`_fill` for small values of one length in plain memory; return (crc, flags) of each."""
-        reader = session.reader
-        session.begin_copy()
+        reader, copying = session.reader, session.copying
+        copying += (None,)  # see _fill
         try:
+            if session.closed:
+                raise TransportError("the session was closed")
             base, data, address = reader.data_offset, reader.data, reader.data_address
             for grant, source in zip(grants, run):
                 start = grant[1] - base
@@ -344,22 +357,20 @@ class ShmPut:
             if not self._checksum:
                 return [(0, 0)] * len(run)
             return [(checksum_of(source, data, grant[1] - base), ENTRY_CRC) for grant, source in zip(grants, run)]
-        except BaseException:
-            session.pool.add(grants)
-            raise
         finally:
-            session.end_copy()
+            copying.pop()
 
     def _fill(
         self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, after: int = 0
     ) -> tuple[int, int]:
-        """Copy a value into its chunk and return (crc, flags). An interruption returns the grant to the pool.
+        """Copy a value into its chunk and return (crc, flags). After an exception the caller has the grant still.
 
         With ``after`` >= 0 a commit follows at once: this wakes a sleeping worker, and asks it to poll for as long as
         copying ``after`` more bytes takes. With -1 no commit follows.
         """
-        copying = session.copying  # begin_copy() and end_copy() inlined: this runs once a key
-        copying.append(None)
+        finished = True
+        copying = session.copying  # begin_copy() inlined: an interrupt may come as it returns, and this runs once a key
+        copying += (None,)
         try:
             if session.closed:
                 raise TransportError("the session was closed")
@@ -381,13 +392,12 @@ class ShmPut:
                 self._fill_apart(session, source, start, length, after)
             return (checksum_of(source, reader.data, start), ENTRY_CRC) if self._checksum else (0, 0)
         except UnfinishedCopy:
-            copying.append(None)  # for good: the device may still write the chunk, so no other value may get it
-            raise
-        except BaseException:
-            session.pool.release(grant)
+            finished = False  # for good: the device may still write the chunk, so no other value may get it
+            session.pool.running += (grant[0],)  # an interrupt may take the exception's place
             raise
         finally:
-            copying.pop()
+            if finished:
+                copying.pop()
 
     def _fill_planned(
         self, session: WorkerSession, digests: Sequence[bytes], planned: list[_Planned],
@@ -395,21 +405,21 @@ class ShmPut:
     ) -> None:  # fmt: skip
         """Copy values into their chunks by several threads, and add them to what is to be committed.
 
-        A failure returns all their grants to the pool; no copy runs any more then. ``after`` as in _fill().
+        After a failure they are planned still, and no copy runs any more. ``after`` as in _fill().
         """
-        group = planned.copy()
-        session.begin_copy()
+        copying = session.copying
+        copying += (None,)  # see _fill
         try:
-            planned.clear()
+            if session.closed:
+                raise TransportError("the session was closed")
             reader = session.reader
             base = reader.data_address - reader.data_offset
             copies = [
                 (base + grant[1], source.address if isinstance(source, Span) else address_of(source), length)
-                for grant, source, length, _ in group
+                for grant, source, length, _ in planned
             ]
-            tail = len(copies)
+            tail, size = len(copies), 0
             if after >= 0:  # the worker is woken before the last of them
-                size = 0
                 while tail and size < WAKE_BYTES * self._copier.threads:
                     tail -= 1
                     size += copies[tail][2]
@@ -418,15 +428,12 @@ class ShmPut:
                     self._copier.copy_all(copies[:tail], reader.node)
                 session.wake(size + after)
             self._copier.copy_all(copies[:tail] if after < 0 else copies[tail:], reader.node)
-        except BaseException:
-            for grant, _, _, _ in group:
-                session.pool.release(grant)
-            raise
         finally:
-            session.end_copy()
-        for grant, _, length, position in group:
-            entries.append((digests[position], grant[0], length, 0, 0, 0))
-            mine.append(position)
+            copying.pop()
+        filled = [(digests[position], grant[0], length, 0, 0, 0) for grant, _, length, position in planned]
+        mine += [plan[3] for plan in planned]
+        entries += filled
+        del planned[:]  # with no call since the line before: a grant is in one of the two
 
     def _fill_apart(self, session: WorkerSession, source: Any, start: int, length: int, after: int) -> None:
         """Copy a value that is no single piece of host memory to ``start`` in the data. ``after`` as in _fill()."""
@@ -461,11 +468,11 @@ class ShmPut:
         in_flight: list[tuple[int, list[int]]] = []
         left = list(reversed(positions))
         asked: tuple[int, int] | None = None
+        group: list[tuple[int, GrantTuple]] = []  # not yet copied
         entries: list[_Entry] = []  # copied, not yet committed
         try:
             while left:
                 asked = asked or ask_ahead(session, len(sources[left[-1]]), len(left))
-                group: list[tuple[int, GrantTuple]] = []
                 size = 0
                 while left and len(group) < DEVICE_KEYS and size < COMMIT_BYTES:
                     length = len(sources[left[-1]])
@@ -481,38 +488,49 @@ class ShmPut:
                             collect(session, in_flight, statuses)
                             in_flight = []
                             grant = _obtain(session, length, len(left), room)
-                    position = left.pop()
                     if grant is None:
-                        statuses[position] = Status.NO_SPACE
+                        statuses[left[-1]] = Status.NO_SPACE
                     else:
-                        group.append((position, grant))
+                        group += ((left[-1], grant),)
                         size += length
+                    del left[-1]
+                copied = [each[0] for each in group]
                 entries = self._fill_group(session, digests, sources, group, size)
+                group = []  # with no call since the line before: a grant is in one of the two
                 for start in range(0, len(entries), COMMIT_KEYS):
-                    part, mine = entries[:COMMIT_KEYS], [each[0] for each in group[start : start + COMMIT_KEYS]]
+                    part, mine = entries[:COMMIT_KEYS], copied[start : start + COMMIT_KEYS]
                     top = not left and len(part) == len(entries)
-                    in_flight.append((_commit(session, part, len(left), top), mine))
-                    del entries[:COMMIT_KEYS]
+                    commit(session, part, len(left), top, in_flight, mine)
+                    del entries[:COMMIT_KEYS]  # if not, they are spent and ``unsent``, which is harmless
         except BaseException as exc:
             session.pool.unsent += [entry[1] for entry in entries]
+            for _, grant in group:
+                _give_back(session, grant, -1)
             if isinstance(exc, PeerError):
                 _not_sent(left, statuses)
             raise
         finally:
-            with ending(session, in_flight, asked, statuses):
-                pass
+            try:
+                with ending(session, in_flight, asked, statuses):
+                    pass
+            except BaseException:  # as in put_steps
+                forsake_batch(session, in_flight, asked)
+                raise
         session.clear_announcement()
 
     def _fill_group(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
         group: Sequence[tuple[int, GrantTuple]], size: int,
     ) -> list[_Entry]:  # fmt: skip
-        """Copy a group's values, of so many bytes, and return what to commit. A failure releases all grants."""
+        """Copy a group's values, of so many bytes, and return what to commit."""
         reader = session.reader
-        entries = []
-        finished = True
-        session.begin_copy()
+        entries, finished = [], True
+        numbers = [grant[0] for _, grant in group]
+        copying = session.copying
+        copying += (None,)  # see _fill
         try:
+            if session.closed:
+                raise TransportError("the session was closed")
             session.wake(size)
             copies: list[DeviceCopy] = []
             pinned: Any = None
@@ -532,14 +550,11 @@ class ShmPut:
                 entries.append((digests[position], grant[0], len(source), crc, flags, 0))
         except UnfinishedCopy:
             finished = False  # see _fill
-            raise
-        except BaseException:
-            for _position, grant in group:
-                session.pool.release(grant)
+            session.pool.running += numbers
             raise
         finally:
             if finished:
-                session.end_copy()
+                copying.pop()
         return entries
 
     def _copy(self, session: WorkerSession, target: int, source: int, length: int, after: int) -> None:
@@ -563,38 +578,17 @@ def _not_sent(positions: Sequence[int], statuses: list[int]) -> None:
         statuses[position] = NOT_SENT
 
 
+def _give_back(session: WorkerSession, grant: GrantTuple | None, crc: int) -> None:
+    """Give the grant of a put that has failed back. ``crc``: -1 if its value was not copied, so nothing was sent."""
+    if grant is not None and crc >= 0:
+        session.pool.unsent.append(grant[0])
+    elif grant is not None and grant[0] not in session.pool.running:
+        session.pool.release(grant)
+
+
 def _obtain(session: WorkerSession, length: int, left: int, room: RoomWait) -> GrantTuple | None:
     """Return a grant for a value of this size from the worker; None if it has no room. Asks for ``left`` in all."""
     chunk = chunk_bytes_for(length)
     count = request_count(chunk, left)
     fits = chunk <= session.reader.geometry.data_bytes
     return obtain(session, length, count, retry=count, room=room if fits else None)
-
-
-def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool, *, last: bool = False) -> int:
-    """Send what is copied, with the grants that are wanted next, and return a ticket for the answer.
-
-    With ``top`` it also wants grants for large values: as many as the pool is to have when ``left`` more are put. They
-    come with the answer after this one's. ``last``: nobody tries again if it cannot be sent.
-    """
-    spent: dict[int, int] = {}
-    for entry in entries:
-        length = entry[2]
-        spent[length] = spent.get(length, 0) + 1
-    wants = []
-    for length, count in spent.items():
-        chunk = chunk_bytes_for(length)
-        keep = target_count(chunk)
-        have = len(session.pool.stock(chunk))
-        if chunk > SLAB_CHUNK_BYTES_MAX:  # each batch asks for what it lacks, while it copies what these have room for
-            count = max(0, keep - max(0, have - left)) if top and not session.pool.line else 0
-        else:
-            count = session.pool.refill(have, count, left, keep)
-        if count:
-            wants.append((length, count))
-    try:
-        return session.submit(M.Commit(entries, wants))
-    except BaseException:
-        if last:
-            session.pool.unsent += [entry[1] for entry in entries]
-        raise

@@ -73,15 +73,15 @@ class WorkerSession:
         self, path: str, namespace: str, deadline_s: float, *, ring: bool = True, role: int = M.Role.CLIENT,
         cluster: int = 0, trusted: Container[int] = (),
     ) -> None:  # fmt: skip
-        self.path = path
-        self.deadline_s = deadline_s
+        self.path, self.deadline_s = path, deadline_s
         self.lock = threading.Lock()
         self.tries = tries_of(self.lock)
         #: An item for each copy in flight into or out of this session's chunks, and for each view of one. A list:
         #: append and pop are atomic, safe in finalizers, and cheaper than a lock.
         self.copying: list[None] = []
         #: No copy may begin. Separate from ``broken``: a broken session is closed by its owner, later.
-        self.closed = False
+        #: And: :meth:`close` is under way, or has ended; it has ended.
+        self.closed = self._ending = self._over = False
         self.pool: GrantPool[GrantTuple] = GrantPool()
         self.unpins: deque[int] = deque()
         self.ring: Ring | None = None
@@ -110,13 +110,11 @@ class WorkerSession:
             welcome = self.channel.call(client_hello(role, namespace=namespace, cluster=cluster, pid=os.getpid()))
             if not isinstance(welcome, M.Welcome):
                 raise TransportError(f"{path} answered HELLO with {type(welcome).__name__}")
-            self.welcome = welcome
-            self.session = welcome.session
+            self.welcome, self.session = welcome, welcome.session
             self.pool.bytes_max = welcome.grant_bytes_max
             with passed_data(self.channel, path) as data_fd:
                 self.reader = ArenaReader(welcome.segment, cluster=cluster, data_fd=data_fd, trusted=trusted)
-            self.reader.namespace = welcome.namespace_id
-            self.counts = self.reader.counts
+            self.counts, self.reader.namespace = self.reader.counts, welcome.namespace_id
             self.pool.within = (self.reader.data_offset, self.reader.data_end)
             self.release_retired()
             if ring and (made := self._offer(Ring)) is not None:
@@ -166,8 +164,7 @@ class WorkerSession:
             return
         self.forsaken.add(ticket)
         self._hand_over(ticket)
-        ring = self.ring  # close() takes it away
-        if ring is None or ticket < ring.done:
+        if (ring := self.ring) is None or ticket < ring.done:  # close() takes it away
             self.forsaken.discard(ticket)
 
     def _hand_over(self, ticket: int) -> None:
@@ -251,23 +248,22 @@ class WorkerSession:
             self.channel.fail(f"the worker answered {type(msg).__name__} with something else")
         return answer
 
-    def submit(self, msg: Any) -> int:
-        """Send a request, and return a ticket for :meth:`wait_locked`. Raises TransportError."""
+    def submit(self, msg: Any, in_flight: Any = (), about: Any = None) -> int:
+        """Send a request and return its ticket; a list ``in_flight`` gets that and ``about``. Raises TransportError."""
         self.acquire()
         try:
-            return self.submit_locked(msg)
+            in_flight += ((ticket := self.submit_locked(msg), about),)  # at once: an interrupt finds it there
+            return ticket
         finally:
             self.lock.release()
 
     def submit_locked(self, msg: Any) -> int:
         """Send a request by ring or socket, and return a ticket for :meth:`wait_locked`."""
-        ring = self.ring
-        if ring is not None and not (type(msg) is M.Grant and sum(count for _, count in msg.wants) > RING_GRANTS):
-            frame = encode(msg)
-            if len(frame) <= SLOT_BYTES:
-                while ring.words[TAIL] - ring.done >= SLOTS:
-                    self._collect(ring)
-                return ring.post(frame)
+        ring, many = self.ring, type(msg) is M.Grant and sum(count for _, count in msg.wants) > RING_GRANTS
+        if ring is not None and not many and len(frame := encode(msg)) <= SLOT_BYTES:
+            while ring.words[TAIL] - ring.done >= SLOTS:
+                self._collect(ring)
+            return ring.post(frame)
         return -1 - self.channel.submit(msg)
 
     def announce_commit(self, nbytes: int) -> None:
@@ -286,8 +282,7 @@ class WorkerSession:
         Waking a core takes about as long as copying a MiB. Never waits: with the lock another thread talks to it.
         """
         self.announce_commit(nbytes)
-        ring = self.ring
-        if ring is None or not ring.words[SLEEPING]:
+        if (ring := self.ring) is None or not ring.words[SLEEPING]:
             return
         for got in self.tries:  # noqa: B007 -- see net/allowance.py
             break
@@ -303,16 +298,14 @@ class WorkerSession:
 
     def brief(self) -> contextlib.AbstractContextManager[None]:
         """Let the worker not poll for this session inside the block, as its batch is one for several workers."""
-        ring = self.ring
-        return contextlib.nullcontext() if ring is None else ring.brief()
+        return contextlib.nullcontext() if (ring := self.ring) is None else ring.brief()
 
     def kick(self, *, always: bool = False) -> bool:
         """Let a worker that sleeps, or with ``always`` any, serve the ring. Does not wait.
 
         The next wait for the ring takes the answer. Return False if another thread talks to the worker just now.
         """
-        ring = self.ring
-        if ring is None or not (always or ring.words[SLEEPING]):
+        if (ring := self.ring) is None or not (always or ring.words[SLEEPING]):
             return True
         for got in self.tries:  # noqa: B007 -- see net/allowance.py
             break
@@ -347,8 +340,7 @@ class WorkerSession:
             return True
         if ticket < 0:
             return self.channel.has_input(-1 - ticket)
-        ring = self.ring
-        return ring is None or ring.words[HEAD] > ticket
+        return (ring := self.ring) is None or ring.words[HEAD] > ticket
 
     def wait_locked(self, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to a request of ``items`` keys. More keys mean more polls before the doorbell."""
@@ -373,8 +365,7 @@ class WorkerSession:
             raise
 
     def _awaited(self, ring: Ring, polls: int) -> int:
-        words = ring.words
-        done = ring.done
+        words, done = ring.words, ring.done
         if self._kicked:
             (self._take_kick if words[HEAD] == done else self._drop_kick)()
         if words[HEAD] == done and (self._woken or not words[SLEEPING]):
@@ -386,8 +377,7 @@ class WorkerSession:
         if head == done:
             self._count_doorbell()
             self.channel.call(M.Kick(words[TAIL]))
-            head = words[HEAD]
-            if head == done:
+            if (head := words[HEAD]) == done:
                 self.channel.fail("the worker answered a KICK but not the ring")
         if not done < head <= words[TAIL]:
             self.channel.fail(f"the worker moved the ring's head to {head}, {done} handled of {words[TAIL]}")
@@ -408,8 +398,7 @@ class WorkerSession:
 
     def _wait_socket(self, number: int, items: int = 1) -> Frame:
         """Wait for the answer to a request sent by socket."""
-        channel = self.channel
-        slept = channel.slept
+        channel, slept = self.channel, self.channel.slept
         polls = _SOCKET_POLLS + min(items, 64) * _SOCKET_POLLS // 8 if self._polls_socket else 0
         try:
             frame = channel.wait(number, polls, self._look)
@@ -506,7 +495,7 @@ class WorkerSession:
 
     def begin_copy(self) -> None:
         """Count a copy into or out of a chunk. Raises TransportError if the session has been closed."""
-        self.copying.append(None)
+        self.copying += (None,)  # no call, so no interrupt comes between this and the caller's try
         if self.closed:
             self.copying.pop()
             raise TransportError("the session was closed")
@@ -569,32 +558,42 @@ class WorkerSession:
         """Release this process's retired sessions with this arena; see ``pins.py``. Raises TransportError."""
         pins.release_retired(self, self.welcome.segment)
 
-    def close(self, *, clean: bool = True) -> None:
-        """End the session; with ``clean``, return grants and release pins first. Never raises. Idempotent."""
-        if self.closed:
-            return
-        self.closed = True
-        try:  # also when interrupted: its grants would be lost to all until this process ends
-            if clean and not self.channel.broken:
-                with contextlib.suppress(TransportError):
-                    self.flush_unpins()
-                    grant_pool.return_idle(self)
-                    grant_pool.return_unsent(self)
-                    self.release_retired()
-        finally:
-            got = False
-            try:
-                if (ring := self.ring) is not None:
-                    ring.abandon()  # what other threads have posted fails, and must not be carried out later
-                (got,) = tries_within(self.lock, allowed(self.deadline_s))
-                self.channel.close()
-                self.pool.clear()
-                if got:
-                    self.ring = None  # unmapped with its last user: wake() reads it without the lock
-                    # A view may keep the arena, and need not keep the ring as well.
-                    self.counts = memoryview(bytearray(self.counts)).cast("Q")
-                    self.reader.count_in(self.counts)
+    def close(self, *, clean: bool = True) -> bool:
+        """End the session; with ``clean``, return grants and release pins first. Never raises. Twice is harmless.
+
+        Return False if another thread is at it, which may be interrupted."""
+        mine = got = False
+        try:
+            if self._ending:
+                return self._over
+            mine = self._ending = True
+            clean, self.closed = clean and not self.closed, True  # once: what was interrupted had begun with that
+            try:  # also when interrupted: its grants would be lost to all until this process ends
+                if clean and not self.channel.broken:
+                    with contextlib.suppress(TransportError):
+                        self.flush_unpins()
+                        grant_pool.return_idle(self)
+                        grant_pool.return_unsent(self)
+                        self.release_retired()
             finally:
-                if got:
-                    self.lock.release()
-                RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins))
+                try:
+                    if (ring := self.ring) is not None:
+                        ring.abandon()  # what other threads have posted fails, and must not be carried out later
+                    (got,) = tries_within(self.lock, allowed(self.deadline_s))
+                    self.channel.close()
+                    self.pool.clear()
+                    if got:
+                        self.ring = None  # unmapped with its last user: wake() reads it without the lock
+                        self.counts = memoryview(bytearray(self.counts)).cast("Q")  # so that a view keeps no ring
+                        self.reader.count_in(self.counts)
+                finally:
+                    if got:
+                        self.lock.release()
+                    ended = RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins)
+                    if ended not in RETIRED:
+                        RETIRED.append(ended)
+            self._over = True
+            return True
+        except BaseException:  # an interrupt, which may have spared a step: the next call ends it
+            self._ending &= not mine
+            raise

@@ -11,13 +11,13 @@ import ctypes
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from ..constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
-from ..errors import UsageError
+from ..errors import TransportError, UsageError
 from ..host import fork_copies
 from ..host.buffers import DeviceBuffer, OnDevice, Ranges, Span, address_of, tensor_span, view_of
 from ..wire.status import Status
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _ThreadedT = TypeVar("_ThreadedT", bound="Threaded")
+
+#: What a module raises that cannot be loaded now: the process may have no descriptor left.
+UNLOADABLE: Final = (OSError, ImportError)
 
 _device_span: Callable[[Any], DeviceBuffer] | None = None
 
@@ -64,8 +67,10 @@ def device_buffer(thing: Any) -> DeviceBuffer:
     """
     global _device_span
     if _device_span is None:
-        from ..gpu.buffers import device_span  # few clients have a GPU, and none of the servers
-
+        try:
+            from ..gpu.buffers import device_span  # few clients have a GPU, and none of the servers
+        except UNLOADABLE as exc:
+            raise UsageError(f"the GPU memory of this {type(thing).__name__} cannot be used: {exc}") from exc
         _device_span = device_span
     return _device_span(thing)
 
@@ -240,11 +245,14 @@ class Batch:
     Without ``sinks`` the batch only asks whether the keys are stored. The result is then 1 for a stored key.
     """
 
-    __slots__ = ("digests", "late", "patience", "plain", "results", "sinks")
+    __slots__ = ("counted", "digests", "late", "patience", "plain", "results", "sinks")
 
     def __init__(
-        self, digests: Sequence[bytes], sinks: Sequence[Sink] | None, patience: Patience | None = None
-    ) -> None:
+        self, digests: Sequence[bytes], sinks: Sequence[Sink] | None, patience: Patience | None = None, *,
+        counted: bool = True,
+    ) -> None:  # fmt: skip
+        #: Looks for keys in arenas count as exists. Those that replace values are none that the caller asked for.
+        self.counted = counted
         #: The results are True and False alone: all of a batch without sinks were found or missed in an arena.
         self.plain = False
         self.digests = digests
@@ -306,29 +314,34 @@ class View:
 
         None for the view with any other status than OK. Raises PeerError.
         """
-        session.begin_copy()  # until the view ends, so that the session's pins are not released before
-        ends = [session.end_copy]
+        copying = session.copying
+        ends = iter([copying.pop])
         view: View | None = None
         pin = 0
+        copying += (None,)  # until the view ends: no pin is released before. begin_copy() inlined, see ShmPut._fill
         try:
+            if session.closed:
+                raise TransportError("the session was closed")
             status, flags, length, crc, offset, pin = session.pin_one(digest)
             if status == Status.OK:
                 view = cls.pinned(session.reader, session, offset, length, pin, ends)
             return view, status, flags, length, crc
         finally:
             if view is None:
+                for end in ends:  # see pinned()
+                    end()
                 if pin:  # interrupted: whatever was made of it may release it once more
                     session.unpin_later(pin)
-                end_once(ends)
 
     @classmethod
     def pinned(
         cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int,
-        ends: list[Callable[[], None]],
+        ends: Iterator[Callable[[], None]],
     ) -> View:  # fmt: skip
         """Return a view of the arena. Its end releases ``pin``, and ends the copy that the caller has begun.
 
-        ``ends``: how that ends, once (:func:`end_once`). If this raises, the caller does it, and so does what was made.
+        ``ends`` gives out how that ends, once: a C function, so that no interrupt comes between the step of a loop that
+        takes it and the call. If this raises, the caller does it, or what was made.
         """
         number = next(fork_copies.numbers)
         address = reader.data_address + offset - reader.data_offset
@@ -373,7 +386,7 @@ class View:
 
     def lose(self) -> None:
         """Give the value up in a forked child, which has no copy of it. Reads no byte of it."""
-        self._lost = self._data is not None
+        self._lost = self._lost or self._data is not None
         self.close()
 
     def __enter__(self) -> View:
@@ -410,7 +423,7 @@ class _Pinned(weakref.ref[Any]):
 
     __slots__ = ("ends", "number", "pin", "reader", "session")
 
-    ends: list[Callable[[], None]]
+    ends: Iterator[Callable[[], None]]
     session: WorkerSession
     #: Keeps the mapping.
     reader: ArenaReader
@@ -424,10 +437,5 @@ def _unpin(held: weakref.ref[Any]) -> None:
     assert isinstance(held, _Pinned)
     fork_copies.end(held.number)
     held.session.unpin_later(held.pin)
-    end_once(held.ends)
-
-
-def end_once(ends: list[Callable[[], None]]) -> None:
-    """Call what is left in a list, and take it out first: the second time does nothing. Safe in finalizers."""
-    while ends:
-        ends.pop()()
+    for end in held.ends:
+        end()

@@ -385,12 +385,15 @@ class Subscription:
 
     def start(self) -> None:
         """Start the thread that follows the map. Raises TransportError if the process has no thread left."""
-        self._thread = threading.Thread(target=self._run, name="simm-map", daemon=True)
+        self._thread = thread = threading.Thread(target=self._run, name="simm-map", daemon=True)
         try:
-            self._thread.start()
-        except RuntimeError as exc:
-            self._thread = None  # so that close() does what the thread would have done at its end
-            raise TransportError(f"cannot follow the manager: {exc}") from exc
+            thread.start()
+        except BaseException as exc:  # also when interrupted
+            if thread.ident is None:
+                self._thread = None  # so that close() does what the thread would have done at its end
+            if isinstance(exc, RuntimeError) and thread.ident is None:  # else a handler has raised it
+                raise TransportError(f"cannot follow the manager: {exc}") from exc
+            raise
 
     def refresh(self) -> None:
         """Ask for the map soon."""

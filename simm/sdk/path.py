@@ -27,6 +27,7 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
@@ -39,6 +40,7 @@ from ..config.client_options import ClientOptions
 from ..host import fork
 from ..host.threads import Waiters
 from ..ipc.tally import Tallies
+from ..net.allowance import allowed, tries_within
 from ..net.channel import BACKOFF_S, Backoff
 
 if TYPE_CHECKING:
@@ -84,11 +86,16 @@ class Path:
         self.backoff = Backoff(pauses=pauses)
         #: Whether an attempt is in progress.
         self.connecting = False
+        #: The attempt that has begun last: an object of its own.
+        self._latest: object = None
         #: Guards the state and the pool; never held during I/O.
         self._lock = threading.Lock()
         #: Those who wait for a change of them.
         self._changed = Waiters(self._lock)
         self._idle: list[Any] = []
+        #: Connections that have left the pool to be ended, until they are; those that a thread is ending.
+        self._leaving: list[Any] = []
+        self._at_end: list[Any] = []
         fork.in_child(self._after_fork)
 
     # -- attempts ---------------------------------------------------------------------------------
@@ -96,24 +103,41 @@ class Path:
     def connect_soon(self) -> None:
         """Start an attempt in a thread of its own, unless one is in progress, or none is needed.
 
-        The caller has looked without the lock, and another thread's attempt may have ended since.
+        The caller has looked without the lock, and another thread's attempt may have ended since. In a signal's handler
+        that has interrupted one who has the lock, this does nothing, after a deadline at most.
         """
-        with self._lock:
-            if not self.connecting and self.state is not PathState.CLOSED and self._needed():
+        (got,) = tries_within(self._lock, allowed(self._context.options.deadline_s))
+        try:
+            if got and not self.connecting and self.state is not PathState.CLOSED and self._needed():
                 self._start_locked()
+        finally:
+            if got:
+                self._lock.release()
 
     def _needed(self) -> bool:
         """Return whether an attempt can bring anything. The lock is held."""
         return self.state is not PathState.UP
 
     def _start_locked(self) -> None:
-        self.connecting = True
-        thread = threading.Thread(target=self._attempt, name=self.thread_name, daemon=True)
+        thread: threading.Thread | None = None
         try:
+            self.connecting = True
+            self._latest = mine = object()
+            thread = threading.Thread(target=self._run, args=(mine,), name=self.thread_name, daemon=True)
             thread.start()
-        except RuntimeError as exc:  # no more threads, or the interpreter is ending
-            self.connecting = False
-            self._no_thread(f"cannot connect: {exc}")
+        except BaseException as exc:
+            self._latest, self.connecting = None, False  # a thread that runs all the same makes no attempt
+            # Else a signal's handler has raised it, or there is no memory: the next operation starts another one.
+            if not isinstance(exc, RuntimeError) or thread is None or thread.ident is not None:
+                raise
+            self._no_thread(f"cannot connect: {exc}")  # no more threads, or the interpreter is ending
+
+    def _run(self, mine: object) -> None:
+        """Make an attempt, unless whoever started this thread was interrupted, and counts it as not started."""
+        with self._lock:
+            if self._latest is not mine:
+                return
+        self._attempt()
 
     def _no_thread(self, reason: str) -> None:
         """Note that an attempt could not begin. A path that is up keeps its connection. The lock is held."""
@@ -145,26 +169,59 @@ class Path:
             self.down_reason = reason
             self.backoff.failed(self._context.clock())
 
-    def _set_closed(self, reason: str = "closed") -> list[Any]:
-        """Close the path; return the idle connections, for the caller to end without the lock."""
+    def _set_closed(self, reason: str = "closed") -> None:
+        """Close the path. The caller ends the idle connections by :meth:`_end_left`, without the lock."""
         self.state = PathState.CLOSED
         self.down_reason = self.down_reason or reason
-        idle, self._idle = self._idle, []
-        return idle
+        self._leave_idle()
+
+    def _leave_idle(self) -> None:
+        """Take the idle connections out of use, for :meth:`_end_left`. No interrupt comes in between."""
+        self._leaving, self._idle = self._leaving + self._idle, []
 
     # -- end --------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close idle connections. Those in use close when they are returned. Twice is harmless."""
-        with self._lock:
-            idle = self._set_closed()
-            self._changed.notify_all()
-        for connection in idle:
-            self._end(connection)
+    def close(self) -> bool:
+        """Close idle connections. Those in use close when they are returned. Twice is harmless.
+
+        A second call ends what was interrupted. Return False if another thread is at it, which may be interrupted.
+        """
+        try:
+            with self._lock:
+                self._set_closed()
+                self._changed.notify_all()
+        finally:
+            ended = self._end_left()
+        return ended
+
+    def _end_left(self, reason: str = "closed") -> bool:
+        """End the connections that were taken out of use. Return False if another thread still ends one."""
+        if self._leaving:
+            with contextlib.ExitStack() as each:  # the others too if one is interrupted
+                for connection in self._leaving[:]:
+                    each.callback(self._end_one, connection, reason)
+            with self._lock:
+                self._changed.notify_all()
+        return not self._leaving
+
+    def _end_one(self, connection: Any, reason: str) -> None:
+        """End a connection unless another thread is at it: ends of one connection must not meet."""
+        mine = False
+        try:
+            # No call from here to the next: no thread, and no interrupt, comes in between.
+            if connection in self._at_end or connection not in self._leaving:
+                return
+            self._at_end += (connection,)
+            mine = True
+            self._end(connection, reason)
+            self._leaving.remove(connection)
+        finally:
+            if mine:
+                self._at_end.remove(connection)
 
     def _in_use(self) -> bool:
-        """Return whether a call, or an attempt, still uses a connection."""
-        return self.connecting
+        """Return whether a call, an attempt, or the end of another thread's, still uses a connection."""
+        return self.connecting or bool(self._leaving)
 
     @property
     def over(self) -> bool:
@@ -181,7 +238,7 @@ class Path:
         self.state = PathState.CLOSED
         self.down_reason = "forked"
 
-    def _end(self, connection: Any) -> None:
+    def _end(self, connection: Any, reason: str = "closed") -> None:
         """Close a connection that no call uses."""
         connection.close()
 
@@ -282,11 +339,12 @@ class ClientRdma:
         self.tidy()  # each path refers to this object: without the list none waits for the cycle collector
         if self.staging is not None:
             self.staging.close()
-        shared, self.shared = self.shared, None
-        if shared is not None:
+        if self.shared is not None:
             from ..rdma import registration  # which open() has loaded
 
-            registration.release(shared)
+            shared, self.shared = self.shared, None  # no call from here to the next: one could be interrupted
+            if shared is not None:  # another thread has not
+                registration.release(shared)
         return True
 
     def _after_fork(self) -> None:

@@ -321,9 +321,8 @@ class RdmaPath(Path):
         with self._lock:
             if era not in (-1, self._era):
                 return
-            idle = self._idle
-            count = len(idle)
-            self._idle, self._connections = [], self._connections - count
+            left = self._connections - len(self._idle)
+            self._leaving, self._idle, self._connections = self._leaving + self._idle, [], left  # see _leave_idle()
             news = self.state is PathState.UP
             if news:
                 self._era += 1
@@ -331,8 +330,7 @@ class RdmaPath(Path):
             self._changed.notify_all()
         if news:
             log.info("RDMA to %s:%d is down: %s", *self.address, reason)
-        for connection in idle:
-            self._end(connection, reason)
+        self._end_left(reason)
 
     # -- background -------------------------------------------------------------------------------
 
@@ -342,6 +340,7 @@ class RdmaPath(Path):
         Waits HEARTBEAT_POLL_S at most, plus one exchange if the endpoint has recalled grants.
         """
         close_dropped()
+        self._end_left()  # what an interrupt has spared
         with self._lock:
             connection, self._watched = self._watched, None
             if connection is None:
@@ -394,12 +393,11 @@ class RdmaPath(Path):
 
     # -- end --------------------------------------------------------------------------------------
 
-    def _set_closed(self, reason: str = "closed") -> list[RdmaConnection]:
+    def _leave_idle(self) -> None:
         idle = [*self._idle] if self._watched is None else [*self._idle, self._watched]
-        count = len(idle)
-        self._idle, self._watched, self._connections = [], None, self._connections - count  # in one, see _reserve()
-        super()._set_closed(reason)
-        return idle
+        left = self._connections - len(idle)
+        # In one, see _reserve().
+        self._leaving, self._idle, self._watched, self._connections = self._leaving + idle, [], None, left
 
     def _in_use(self) -> bool:
         return self._connections > 0 or super()._in_use()

@@ -42,7 +42,7 @@ from ..ipc.patience import Patience
 from ..ipc.session import WorkerSession
 from ..ipc.steps import Steps
 from ..ipc.tally import Tallies
-from ..net.allowance import at_most
+from ..net.allowance import allowed, at_most, tries_within
 from ..wire import messages as M
 from .manager_link import Subscription
 from .path import ClientContext, ClientRdma, PathState
@@ -121,11 +121,14 @@ class _Connections:
             with at_most((until - time.monotonic()) / 2):  # so that something is left for those that answer
                 target.close(clean=clean)
 
-        with contextlib.ExitStack() as each:  # the others too if one is interrupted
+        with contextlib.ExitStack() as each:  # from the last to the first, the others too if one is interrupted
+            each.callback(self._close_devices, patience_s)
             for _, target in self.draining:
                 each.callback(end, target, False)
             for target in self.targets.values():
                 each.callback(end, target, clean)
+
+    def _close_devices(self, patience_s: float) -> None:
         close = self.context.rdma.close
         if not close(patience_s):
             log.warning("RDMA devices stay open until the calls of other threads that are still using them have ended")
@@ -147,8 +150,7 @@ class Router:
         managers, rdma = options.managers, ClientRdma(options.rdma_devices)
         self.context = ClientContext(options, rdma=rdma, tallies=tallies or Tallies(), epoch=epoch)
         self.deadline_s = options.deadline_s
-        self.epoch = 0
-        self.cluster = 0
+        self.epoch = self.cluster = 0
         #: The owner of each shard, or None. Changed in place.
         self.route: list[Target | None] = [None] * SHARD_COUNT
         self.table = RouteTable(None, ())
@@ -160,6 +162,8 @@ class Router:
         #: What else the background thread calls, every ``TICK_S`` at least.
         self._tick = tick
         self._closed = False
+        #: Whether :meth:`close` has ended.
+        self._over = False
         #: Whether :meth:`maintain` connects to workers that no operation has asked for yet.
         self._ahead = False
         #: When the line about the cluster is logged at the latest, monotonic seconds; None once it has been.
@@ -173,15 +177,14 @@ class Router:
             router = mine()
             return router is not None and router.apply(msg)
 
-        self.subscription = Subscription(
+        self.subscription = subscription = Subscription(
             managers, options.deadline_s, options.token, on_map, options.namespace, tls=options.tls,
             trusted=options.server_uids, on_epochs=epoch.take if epoch is not None else None,
         )
         self._ended = weakref.finalize(self, self.subscription.close)
         self._ended.atexit = False
         fork.in_child(self._after_fork)
-        self.context.refresh = self.subscription.refresh
-        subscription = self.subscription
+        self.context.refresh = subscription.refresh
         self.context.manager_connected = lambda: subscription.connected
         try:
             if map_timeout_s is not None:
@@ -193,6 +196,8 @@ class Router:
             try:
                 self._thread.start()
             except RuntimeError as exc:
+                if self._thread.ident is not None:  # a signal's handler has raised it
+                    raise
                 raise TransportError(f"cannot run in the background: {exc}") from exc
         except BaseException:
             self.subscription.close()
@@ -316,24 +321,25 @@ class Router:
     # -- end --------------------------------------------------------------------------------------------
 
     def close(self, *, clean: bool = True) -> None:
-        """Stop the threads and close every connection. Twice is harmless."""
-        if self._closed:
+        """Stop the threads and close every connection. Twice is harmless, and ends what was interrupted before."""
+        if self._over:
             return
-        with self._map_lock:
-            self._closed = True
-            self._map_changed.notify_all()
-        self._wake.set()
-        self.subscription.close()
         try:
+            with self._map_lock:
+                self._closed = True
+                self._map_changed.notify_all()
+            self._wake.set()
+            self.subscription.close()
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=self.deadline_s + 1.0)
         finally:  # also when interrupted: nobody closes them later
             self._connections.close(self.deadline_s, clean=clean)
         self.subscription.join(1.0)
+        self._over = True
 
     def _after_fork(self) -> None:
         """Close for good, without finalizers: in the child, other objects may be where the parent's mappings were."""
-        self._closed = True
+        self._closed = self._over = True
         self._ended.detach()
         fork.keep_forever(self)
 
@@ -372,8 +378,15 @@ class Routes:
     waits for no manager.
     """
 
-    def __init__(self, connect: Callable[[float | None], Router], *, lazy: bool = False) -> None:
+    _deadline_s = DEFAULT_DEADLINE_S
+    #: What :meth:`close` has taken out of use, until it is closed.
+    _leaving: Router | None = None
+
+    def __init__(
+        self, connect: Callable[[float | None], Router], *, lazy: bool = False, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> None:  # fmt: skip
         self._connect = connect
+        self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._warned = False
@@ -396,17 +409,20 @@ class Routes:
 
         It waits for the first round through the managers, half a deadline at most. So managers that do not answer cost
         a call no more than it may take, and no more those of other threads, which wait for the same.
+
+        A call in a signal's handler may wait for its own thread, which makes the router: it misses after a deadline.
         """
-        with self._lock:
+        (got,) = tries_within(self._lock, allowed(self._deadline_s))
+        try:
             if self.closed:
                 raise UsageError("this client is closed")
-            if self.router is None and time.monotonic() >= self._retry_at:
+            if got and self.router is None and time.monotonic() >= self._retry_at:
                 try:
                     self.router = router = self._connect(None)
                     try:
                         router.subscription.await_first_round(router.deadline_s / 2)
                     finally:  # not before, as other threads would not wait for the map
-                        self.route = router.route
+                        self.route = [] if self.closed else router.route  # closed by a signal's handler
                 except TransportError as exc:
                     self._retry_at = time.monotonic() + RESTART_S
                     log.log(logging.DEBUG if self._warned else logging.WARNING, "%s", exc)  # once for each outage
@@ -414,6 +430,9 @@ class Routes:
                 else:
                     self._warned = False
             return self.route
+        finally:
+            if got:
+                self._lock.release()
 
     def group(
         self, digests: Sequence[bytes], among: Sequence[int] | None = None
@@ -443,14 +462,12 @@ class Routes:
 
     def table(self) -> RouteTable:
         """Return the owners and previous owners of one map, the newest."""
-        router = self.router
-        return _NO_ROUTES if router is None else router.table
+        return _NO_ROUTES if (router := self.router) is None else router.table
 
     @property
     def has_servers(self) -> bool:
         """Whether there are servers, and a map that gives them shards without an owner would reach this client."""
-        router = self.router
-        return router is not None and bool(router.targets) and router.subscription.connected
+        return (router := self.router) is not None and bool(router.targets) and router.subscription.connected
 
     def check_open(self) -> None:
         """Raise UsageError once closed."""
@@ -472,19 +489,16 @@ class Routes:
 
     def manager_connected(self) -> bool:
         """Return whether a manager is connected, so that a new map would reach this client."""
-        router = self.router
-        return router is not None and router.subscription.connected
+        return (router := self.router) is not None and router.subscription.connected
 
     def refresh(self) -> None:
         """Ask for a new map soon."""
-        router = self.router
-        if router is not None:
+        if (router := self.router) is not None:
             router.subscription.refresh()
 
     def wake(self) -> None:
         """Run the background thread now, after a failure."""
-        router = self.router
-        if router is not None:
+        if (router := self.router) is not None:
             router.wake()
 
     def patience(self, began: float | None = None) -> Patience:
@@ -529,20 +543,22 @@ class Routes:
             return []
 
     def close(self) -> bool:
-        """Close all connections; return False if they were closed before."""
+        """Close all connections, and what an interrupted call has left; return False if they were closed before."""
         with self._lock:
-            if self.closed:
-                return False
+            first = not self.closed
             self.closed = True
-            router, self.router = self.router, None
-            self.route = []
-        if router is not None:
-            router.close()
-        return True
+            if self.router is not None:
+                self._leaving = self.router
+                self.router, self.route = None, []
+        leaving = self._leaving
+        if leaving is not None:
+            leaving.close()
+            self._leaving = None
+        return first
 
     def _after_fork(self) -> None:
         """Give up the parent's router; :meth:`restart` makes another."""
-        self.router = None
+        self.router = self._leaving = None
         self.route = []
         self._retry_at = 0.0
         self._warned = False

@@ -165,16 +165,15 @@ class TcpPath(Path):
             self._open += 1
         self.give(channel)
 
-    def _end(self, connection: Channel) -> None:
+    def _end(self, connection: Channel, reason: str = "closed") -> None:
         connection.close()
         with self._lock:
             self._open -= 1
 
     def _drop_idle(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            self._end(channel)
+            self._leave_idle()
+        self._end_left()
 
     @contextlib.contextmanager
     def _further(self, keys: int, size: int) -> Iterator[list[Channel]]:

@@ -26,17 +26,19 @@ values, only what a miss means and deletes; a target whose RDMA is down then cou
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from ..arena.reader import ONE_SIDED, ArenaReader
 from ..errors import PeerError, RemoteProtocolError, SegmentError, TransportError
 from ..ipc.session import NotTrusted, WorkerSession
-from ..net.allowance import allowed
+from ..net.allowance import allowed, tries_within
 from ..net.channel import Refused
 from ..wire.messages import PathBit, Status, WorkerInfo
 from .path import ClientContext, Heartbeat, Path, PathState, arena_closed
@@ -88,6 +90,8 @@ class Target(Path):
         #: When the present outage began, monotonic seconds; None if there is none.
         self._out_since: float | None = None
         self._heartbeat = Heartbeat()
+        #: Closes what is no longer in use, until it has: an interrupt may come in between.
+        self._left: list[Callable[[], bool]] = []
 
     def __repr__(self) -> str:
         return f"<Target {self.info.node}/{self.info.worker} {self.path}>"
@@ -138,14 +142,22 @@ class Target(Path):
     # -- connecting -------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Return whether operations can be carried out. Waits for the first attempt only, a deadline at most."""
+        """Return whether operations can be carried out. Waits for the first attempt only, a deadline at most.
+
+        A signal's handler may wait for its own thread, which is starting the attempt, or waits for it with the lock:
+        its operation misses after a deadline.
+        """
         if self.state is not PathState.NEW:
             return self.path != "down"
-        with self._lock:
-            if self.state is PathState.NEW and not self.connecting:
-                self._start_locked()
         until = time.monotonic() + allowed(self._context.options.deadline_s)
-        if not self._changed.wait_for(lambda: self.state is not PathState.NEW, until):
+        (got,) = tries_within(self._lock, until - time.monotonic())
+        try:
+            if got and self.state is PathState.NEW and not self.connecting:
+                self._start_locked()
+        finally:
+            if got:
+                self._lock.release()
+        if got and not self._changed.wait_for(lambda: self.state is not PathState.NEW, until):
             with self._lock:
                 if self.state is PathState.NEW:  # the attempt goes on, and no operation waits for it
                     self._out("deadline passed while connecting")
@@ -315,25 +327,49 @@ class Target(Path):
 
     def lost(self, reason: str) -> None:
         """Close the session if it is broken. Operations fail at once until the background has reconnected."""
-        with self._lock:
-            session = self.session
-            if session is None or not session.broken:
-                return
-            self.session = None
-            self._lose(reason)
-        session.close(clean=False)
+        try:
+            with self._lock:
+                if self.session is None or not self.session.broken:
+                    return
+                self._leave_session(clean=False)
+                self._lose(reason)
+        finally:
+            self._close_left()
 
     def tcp_lost(self, path: TcpPath, reason: str) -> None:
         """Close a TCP path whose exchange failed, and the RDMA path with it."""
-        with self._lock:
-            if self.tcp is not path:
-                return
-            self.tcp = None
-            rdma, self.rdma = self.rdma, None
-            self._lose(reason)
-        path.close()
-        if rdma is not None:
-            rdma.close()
+        try:
+            with self._lock:
+                if self.tcp is not path:
+                    return
+                self._leave_paths()
+                self._lose(reason)
+        finally:
+            self._close_left()
+
+    def _leave_session(self, *, clean: bool) -> None:
+        """Have :meth:`_close_left` close the session. The lock is held."""
+        if self.session is not None:
+            self._left.append(functools.partial(self.session.close, clean=clean))
+            self.session = None
+
+    def _leave_paths(self) -> None:
+        """Have :meth:`_close_left` close the paths to another host. The lock is held."""
+        self._left += [path.close for path in (self.tcp, self.rdma) if path is not None]
+        self.tcp = self.rdma = None
+
+    def _close_left(self) -> None:
+        """Close what was left. What an interrupt spares is closed by the next call; each may be closed twice."""
+        if self._left:
+            with contextlib.ExitStack() as all_of_them:
+                for close in self._left[:]:
+                    all_of_them.callback(self._close_one, close)
+
+    def _close_one(self, close: Callable[[], bool]) -> None:
+        if not close():  # another thread is at it, which may be interrupted
+            return
+        with contextlib.suppress(ValueError):  # another thread has done the same
+            self._left.remove(close)
 
     def _lose(self, reason: str) -> None:
         self._context.outages += 1
@@ -358,7 +394,10 @@ class Target(Path):
 
     def maintain(self, now: float) -> None:
         """Do periodic work, every ``TICK_S``. Blocks for a deadline at most, and then the session is broken."""
-        session = self.session
+        self._close_left()
+        tcp, session = self.tcp, self.session
+        if tcp is not None:
+            tcp._end_left()
         if session is not None:
             try:
                 session.maintain()
@@ -393,32 +432,29 @@ class Target(Path):
         if not gone:
             return
         log.info("%s has gone", reader.name)
-        session: WorkerSession | None = None
-        with self._lock:
-            if self.reader is reader:
-                self.reader = None
-                session, self.session = self.session, None
-        if session is not None:
-            session.close(clean=False)
+        try:
+            with self._lock:
+                if self.reader is reader:
+                    self.reader = None
+                    self._leave_session(clean=False)
+        finally:
+            self._close_left()
         self._context.refresh()
 
-    def close(self, *, clean: bool = True) -> None:
-        """Close everything. Operations in flight in other threads end as misses."""
-        with self._lock:
-            if not clean:
-                self._end_outage("is no longer in the shard map")
-            self._set_closed()
-            session, self.session = self.session, None
-            self.reader = None
-            tcp, self.tcp = self.tcp, None
-            rdma, self.rdma = self.rdma, None
-            self._changed.notify_all()
-        if session is not None:
-            session.close(clean=clean)
-        if rdma is not None:
-            rdma.close()
-        if tcp is not None:
-            tcp.close()
+    def close(self, *, clean: bool = True) -> bool:
+        """Close everything. Operations in flight in other threads end as misses. Returns as :meth:`Path.close`."""
+        try:
+            with self._lock:
+                self._set_closed()
+                self.reader = None
+                self._leave_paths()
+                self._leave_session(clean=clean)
+                self._changed.notify_all()
+                if not clean:
+                    self._end_outage("is no longer in the shard map")
+        finally:
+            self._close_left()
+        return not self._left
 
     def _after_fork(self) -> None:
         super()._after_fork()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 from ..client import Client
 from ..config.client_options import ClientOptions
 from ..errors import UsageError
+from ..host.threads import Pool
 from ..ipc.put import ShmPut
 from ..sdk.ops.load_time import LoadTimes, Speeds
 from ..sdk.reads import Gets
@@ -116,7 +116,7 @@ class FakeClient(Client):
         try:
             return await super().in_thread(call, *arguments)
         finally:
-            executor: ThreadPoolExecutor | None = None
+            executor: Pool | None = None
             with self._start_lock:
                 self._in_flight -= 1
                 if not self._in_flight:

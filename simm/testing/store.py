@@ -28,7 +28,7 @@ _Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: Guards all stores. One lock, so that a fork can hold it: the child then finds no store half changed.
 LOCK: Final = threading.RLock()
-fork.hold(LOCK.acquire, LOCK.release)
+fork.hold(LOCK)
 
 
 class _Entry:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from ..errors import line_about
+from ..host import fork
 from .spans import Operation
 
 log = logging.getLogger("simm.slow")
@@ -30,9 +31,14 @@ class SlowLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._after_fork()
+        fork.in_child(self._after_fork)
         self._since = float("-inf")
         self._lines = self._left_out = 0
+
+    def _after_fork(self) -> None:
+        """Begin with a lock of this process: in its parent another thread may have held it at the fork."""
+        self._lock = threading.Lock()
 
     def allow(self) -> tuple[bool, int]:
         """Return whether there may be another line, and how many were left out before it."""

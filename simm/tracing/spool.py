@@ -259,20 +259,28 @@ class Spool:
                 log.warning("what is traced is not written: %s", exc)
 
     def leave(self) -> None:
-        """Write for one client less; the last one's operations are written before this returns."""
+        """Write for one client less; its operations are written before this returns.
+
+        On a disk that hangs they are not, and this takes ``4 * WRITE_S`` seconds: a thread waits for that disk.
+        """
         with self._lock:
             self._users -= 1
             thread = None
             if self._users <= 0 and self._thread is not None:
                 thread, self._thread = self._thread, None
                 self._wake.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(2 * WRITE_S)
-        self.write()
+        try:
+            if thread is None:
+                thread = threading.Thread(target=self.write, name="simm-trace-end", daemon=True)
+                thread.start()
+            thread.join(4 * WRITE_S)
+        except RuntimeError:  # no more threads, or this is the thread that writes
+            self.write()
 
     def _run(self, over: threading.Event) -> None:
         while not over.wait(WRITE_S):
             self.write()
+        self.write()  # here, as a disk that hangs must not delay who leaves
 
     def write(self) -> None:
         """Append what the recorder has. Never raises: what cannot be written is lost, and logged once."""
@@ -326,20 +334,16 @@ class Spool:
         self._users = users
 
 
-#: Of this process, by folder.
-_SPOOLS: Final[dict[Path, Spool]] = {}
-_LOCK: Final = threading.Lock()
-fork.hold(_LOCK.acquire, _LOCK.release)
+#: Of this process, by folder. Its keys are strings, so ``setdefault`` is atomic and needs no lock: one that was held
+#: during the I/O of a folder would keep others from closing their clients, and from forking.
+_SPOOLS: Final[dict[str, Spool]] = {}
 
 
 def spool_in(path: str | Path) -> Spool:
-    """Return this process's spool in a folder. Raises ConfigError."""
+    """Return this process's spool in a folder. Raises ConfigError. Takes as long as the folder's file system does."""
     folder = Path(path)
-    with _LOCK:
-        spool = _SPOOLS.get(folder)
-        if spool is None:
-            spool = _SPOOLS[folder] = Spool(open_folder(folder))
-        return spool
+    spool = _SPOOLS.get(str(folder))
+    return spool or _SPOOLS.setdefault(str(folder), Spool(open_folder(folder)))
 
 
 def files_in(folder: Path) -> list[Path]:

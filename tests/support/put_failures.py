@@ -37,7 +37,7 @@ class _Broken:
         self.committed: set[bytes] = set()
         submit = WorkerSession.submit
 
-        def submitted(session: WorkerSession, msg: Any) -> int:
+        def submitted(session: WorkerSession, msg: Any, *more: Any) -> int:
             if how == LATE:
                 self.steps += 1
                 if 0 < self.at <= self.steps:
@@ -50,7 +50,7 @@ class _Broken:
                 self.committed.update(entry[0] for entry in msg.entries)
             if how == "before":
                 self._step(session)
-            ticket = submit(session, msg)
+            ticket = submit(session, msg, *more)
             if how == "after":
                 self._step(session)
             return ticket

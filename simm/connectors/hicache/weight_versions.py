@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
+from ...host import fork
+
 #: Attempts to see the same version before and after the threads are listed.
 _ATTEMPTS: Final = 4
 
@@ -33,6 +35,11 @@ class WeightVersions:
         self.now = now
         self._lock = threading.Lock()
         self._of: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+        fork.in_child(self._after_fork)
+
+    def _after_fork(self) -> None:
+        """Take a new lock: another thread, which the child does not have, may hold this one."""
+        self._lock = threading.Lock()
 
     def of_caller(self) -> str | None:
         """Note the version of now for all threads that are new. Return the one that the calling thread began with.

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...client import Client, source_of
+from ...host import fork
 from ...host.processes import process_start
 from ...schemes import registry
 from ...schemes.scheme import Scheme
@@ -121,7 +122,7 @@ class Registrar:
         self._complain = complain
         #: Tells the registrars of a process apart.
         self._number = next(_NUMBERS)
-        #: Held for moments only, and not waited for without a bound: a fork may leave it held.
+        #: Held for moments only, and while a thread is being started: not waited for without a bound.
         self._lock = threading.Lock()
         #: What was asked for last, and when it is due again.
         self._of: Hashable = None
@@ -132,6 +133,15 @@ class Registrar:
         self._ending = threading.Event()
         #: What the log says of the last failure.
         self._said = ""
+        fork.in_child(self._after_fork)
+
+    def _after_fork(self) -> None:
+        """Go on without the thread, and without the locks that it, or another one, may hold."""
+        self._lock = threading.Lock()
+        ending, self._ending = self._ending.is_set(), threading.Event()
+        if ending:
+            self._ending.set()
+        self._thread = None
 
     def tell(self, of: Hashable, make: Callable[[], Iterable[Scheme]]) -> None:
         """Register what ``make`` returns if ``of`` is new, or the last time is ``REGISTER_S`` ago. Never waits.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from ...constants import VALUE_BYTES_MAX
 from ...errors import UsageError
-from ..batch import LARGE, Mistake, Result
+from ...wire.status import Status
+from ..batch import LARGE, UNLOADABLE, Mistake, NoValue, Result, View
 
 if TYPE_CHECKING:
     from ...config.client_options import ClientOptions
@@ -24,6 +25,67 @@ if TYPE_CHECKING:
     from ..reads import Gets
     from ..routing import Routes
     from ..writes import Puts
+
+
+class _NoLarge:
+    """In place of :class:`~simm.sdk.large.values.Large` while the process has no descriptor left to load its modules.
+
+    What it is asked for is a miss, or fails, and counts as an outage.
+    """
+
+    def __init__(self, counters: dict[str, int]) -> None:
+        self._counters = counters
+
+    def _out(self, count: int) -> list[int]:
+        self._counters["outages"] += count
+        return [Status.UNAVAILABLE] * count
+
+    def put(
+        self, digests: Sequence[bytes], sources: Sequence[Any],
+        put_others: Callable[[Sequence[bytes], Sequence[Any]], list[int]], limit: int, _if_absent: bool,
+    ) -> list[int]:  # fmt: skip
+        """Store the values that need no parts."""
+        statuses: list[int] = [Status.UNAVAILABLE] * len(digests)
+        small = [at for at, source in enumerate(sources) if len(source) <= limit]
+        self._out(len(digests) - len(small))
+        if small:
+            for at, status in zip(small, put_others([digests[at] for at in small], [sources[at] for at in small])):
+                statuses[at] = status
+        return statuses
+
+    def read(self, _digest: bytes, _sink: Any) -> NoValue:
+        """Return that there is no value."""
+        self._out(1)
+        return NoValue.UNAVAILABLE
+
+    def resolve(self, _digests: Sequence[bytes], _sinks: Sequence[Any], results: list[Any]) -> None:
+        """Replace what is in parts by a miss."""
+        for at, got in enumerate(results):
+            if got is LARGE:
+                results[at] = self.read(b"", None)
+
+    def view(self, _digest: bytes) -> View:
+        """Return the view of a miss."""
+        self._out(1)
+        return View.miss()
+
+    def delete(self, digests: Sequence[bytes], _sizes: Sequence[int] | None = None) -> list[int]:
+        """Drop nothing: parts without their manifest would stay."""
+        return self._out(len(digests))
+
+    def keep(self, _digests: Sequence[bytes], statuses: list[int], _how: int, _seconds: int) -> None:
+        """Keep none of those in parts."""
+        for at, status in enumerate(statuses):
+            if status == Status.TOO_LARGE:
+                (statuses[at],) = self._out(1)
+
+    def manifest(self, _digest: bytes) -> None:
+        """Return that there is none."""
+        self._out(1)
+
+    def with_parts(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Return the digests alone."""
+        return [*digests]
 
 
 class LargeCalls:
@@ -54,9 +116,12 @@ class LargeCalls:
     def _large(self) -> Large:
         """What reads and puts values in parts. Two threads may make one each, which is harmless."""
         if self._made_large is None:
-            from ..large.values import Large
+            try:
+                from ..large.values import Large
 
-            gets, puts, replicas = self._manifest_paths()
+                gets, puts, replicas = self._manifest_paths()
+            except UNLOADABLE:
+                return cast("Large", _NoLarge(self._counters))
             self._made_large = Large(
                 self._gets, self._puts, self._replicas, gets, puts, replicas, self._counters,
                 put_once=self._options.replicas == 2, deadline_s=self._options.deadline_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..batch import awaitable
+from ..batch import UNLOADABLE, awaitable
 
 if TYPE_CHECKING:
     from ...arena.hashing import Hasher
@@ -54,12 +54,14 @@ class QuestionCalls:
         with self._routes.patience():
             pins = self._pinner.pin(keys, digests)
             if pins.parted:
-                from ..large.pinned import pin_parts  # few clients pin values in parts
-
                 parted = len(pins.parted)  # no call while counting
                 self._counters["large"] += parted
                 try:
+                    from ..large.pinned import pin_parts  # few clients pin values in parts
+
                     pin_parts(self._large, self._pinner, pins, digests)
+                except UNLOADABLE:
+                    self._counters["outages"] += parted
                 except BaseException:
                     pins.release()
                     raise

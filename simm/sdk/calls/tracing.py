@@ -29,6 +29,8 @@ log = logging.getLogger("simm.client")
 
 #: Between two looks at what an operator asks for, seconds.
 LOOK_S: Final = 1.0
+#: A client that ends waits so long for a thread that is at the folder for traces, seconds: its disk may hang.
+CLOSE_S: Final = 2.0
 
 
 class TraceCalls:
@@ -100,6 +102,9 @@ class Tracing:
     """What one client records, and for whom. The client has one from the first look on. Any thread may call it."""
 
     def __init__(self, client: Any) -> None:
+        from ...net import allowance  # only who traces needs it, and close() must have it
+
+        self._allowance = allowance
         self._client = weakref.ref(client)
         self._lock = threading.Lock()
         self._options: ClientOptions = client._options
@@ -108,6 +113,8 @@ class Tracing:
         self._control_path = os.path.join(self._options.trace_dir, TRACE_CONTROL)
         self._spool: Spool | None = None
         self._no_folder = False
+        #: The client ends. Whoever has the lock looks at it last, and ends what it may just have begun.
+        self._over = False
         #: Whether the client traces.
         self.on = False
 
@@ -119,8 +126,11 @@ class Tracing:
     def take(self, options: ClientOptions) -> None:
         """Trace as these options say, unless an operator says otherwise. Raises ConfigError, UsageError."""
         with self._lock:
-            self._options = options
-            self._apply()
+            try:
+                self._options = options
+                self._apply()
+            finally:
+                self._end_if_over()
 
     def look(self) -> None:
         """Do what an operator asks for now. Never raises."""
@@ -143,6 +153,8 @@ class Tracing:
             except (SimmError, OSError) as exc:
                 self._no_folder = True
                 log.warning("nothing is traced for operators: %s", exc)
+            finally:
+                self._end_if_over()
 
     def _of_cluster(self) -> Asked | None:
         """Return what an admin wants all clients of the cluster to trace now; None for nothing."""
@@ -157,7 +169,7 @@ class Tracing:
 
     def _apply(self) -> None:
         asked, options, client = self._asked, self._options, self._client()
-        if client is None:
+        if client is None or self._over or client._closed:
             return
         from ...tracing.spans import Decision, ratio_of
         from ..tracing.switch import switch_off, switch_on  # which a client that does not trace does without
@@ -184,14 +196,30 @@ class Tracing:
             self._spool.leave()
 
     def close(self) -> None:
-        """Trace no more, and write what was recorded."""
-        client = self._client()
-        with self._lock:
-            if self.on and client is not None:
-                from ..tracing.switch import switch_off
+        """Trace no more, and write what was recorded.
 
-                switch_off(client)
-                self._leave()
+        Takes about ``CLOSE_S`` seconds while the folder's disk hangs. A thread that is at it then ends what it does
+        there once it can.
+        """
+        self._over = True
+        (got,) = self._allowance.tries_within(self._lock, self._allowance.allowed(CLOSE_S))
+        try:
+            if got:
+                self._end_if_over()
+        finally:
+            if got:
+                self._lock.release()
+        if not got:
+            log.warning("the folder for traces does not answer: what was recorded may be lost")
+
+    def _end_if_over(self) -> None:
+        """End tracing if the client ends. Under the lock."""
+        client = self._client()
+        if self.on and client is not None and (self._over or client._closed):
+            from ..tracing.switch import switch_off
+
+            switch_off(client)
+            self._leave()
 
     def after_fork(self) -> None:
         """Go on in a forked child, with a lock of its own."""

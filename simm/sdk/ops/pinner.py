@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -14,13 +15,13 @@ from ...arena.hashing import shard_of
 from ...arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ...arena.reader import ArenaReader, Unsettled
 from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
-from ...errors import PeerError
+from ...errors import PeerError, TransportError
 from ...host.buffers import Copier
 from ...ipc.patience import Patience
 from ...ipc.steps import Steps, finish
 from ...wire import messages as M
 from ...wire.messages import Status
-from ..batch import Batch
+from ..batch import UNLOADABLE, Batch
 from ..routing import Routes
 from ..worker_path import Target
 from .owners import Owners
@@ -155,17 +156,27 @@ class Pinner:
         if session is None or session.reader is not reader:
             return []
         entries: list[tuple[int, int, int, int, int, int]] = []
+        copying = session.copying
+        ends = iter([copying.pop])
+        held = False
         try:
-            session.begin_copy()  # until the holder ends, so that the session's pins are not released before
+            copying += (None,)  # until the holder ends: its pins are not released before. See ShmPut._fill
             try:
+                if session.closed:
+                    raise TransportError("the session was closed")
                 entries = session.pin_many(digests, how)
+                holder.take_pins(session, [entry[5] for entry in entries if entry[5]], ends)
+                held = True
             finally:
-                if not entries:
-                    session.end_copy()
+                if not held:
+                    for end in ends:
+                        end()
+                    for entry in entries:  # interrupted: the holder may release them once more
+                        if entry[5]:
+                            session.unpin_later(entry[5])
         except PeerError as exc:
             self._routes.session_failed(target, session, exc)
             return []
-        holder.take_pins(session, [entry[5] for entry in entries if entry[5]])
         return entries
 
     def _note_version(
@@ -192,12 +203,13 @@ class Pinner:
 
     def _pin_at(self, target: Target, positions: Sequence[int], batch: Any, *, how: int = 0) -> Steps[Unresolved]:
         """Hold values by a lease."""
-        from .remote_pins import RemotePins  # a client whose workers are all on its host has no need of it
-
         unresolved = Unresolved()
         holder: RemotePins | None = batch.remote.get(target)
         if holder is None:
-            holder = RemotePins.at(target, self._routes, self._copier, self._check, self.counters)
+            with contextlib.suppress(*UNLOADABLE):
+                from .remote_pins import RemotePins  # a client whose workers are all on its host has no need of it
+
+                holder = RemotePins.at(target, self._routes, self._copier, self._check, self.counters)
             if holder is None:
                 count = len(positions)
                 self.counters["outages"] += count

@@ -76,10 +76,13 @@ class ArenaPins:
         self._pins: list[int] = []
         self._finalizer: weakref.finalize[..., ArenaPins] | None = None
 
-    def take_pins(self, session: WorkerSession, pins: list[int]) -> None:
-        """Own these pins of a session from now on, and the copy that the caller has begun at it."""
+    def take_pins(self, session: WorkerSession, pins: list[int], ends: Iterator[Callable[[], None]]) -> None:
+        """Own these pins of a session from now on, and the copy that the caller has begun at it.
+
+        ``ends``: how that ends, as for ``View.pinned``. If this raises, the caller does it, or this does.
+        """
         self._pins = pins
-        self._finalizer = weakref.finalize(self, _unpin, session, self.reader, pins)
+        self._finalizer = weakref.finalize(self, _unpin, session, self.reader, pins, ends)
         self._finalizer.atexit = False
 
     def read(self, wants: Sequence[Want], results: dict[int, Any]) -> None:
@@ -133,11 +136,14 @@ class ArenaPins:
         return True
 
 
-def _unpin(session: WorkerSession, _reader: ArenaReader, pins: list[int]) -> None:
+def _unpin(
+    session: WorkerSession, _reader: ArenaReader, pins: list[int], ends: Iterator[Callable[[], None]]
+) -> None:  # fmt: skip
     """Release pins. A finalizer: no lock, no I/O. ``_reader`` kept the mapping until now."""
     for pin in pins:
         session.unpin_later(pin)
-    session.end_copy()
+    for end in ends:
+        end()
 
 
 class Pins:
@@ -168,7 +174,8 @@ class Pins:
         self._parts: dict[int, InParts] = {}
         self._remote_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._calls = 0
+        #: An item for each call that reads now.
+        self._calls: set[object] = set()
         self._released = False
         self._pid = os.getpid()
         #: Where each value is in this process, if all of them are pinned there: 0 for a miss.
@@ -474,17 +481,17 @@ class Pins:
         """Keep the values for one call. Raises UsageError."""
         if self._pid != os.getpid():
             raise UsageError("these keys were pinned before the fork; pin them again with client.pin(keys)")
-        with self._lock:
-            if self._released:
-                raise UsageError("these values are released; pin them again with client.pin(keys)")
-            if self._routes.closed:
-                raise UsageError("this client is closed")
-            self._calls += 1
+        mine = object()
         try:
+            with self._lock:
+                if self._released:
+                    raise UsageError("these values are released; pin them again with client.pin(keys)")
+                if self._routes.closed:
+                    raise UsageError("this client is closed")
+                self._calls.add(mine)
             yield
         finally:
-            with self._lock:
-                self._calls -= 1
+            self._calls.discard(mine)  # also what an interrupt has kept from being noted; atomic, as add() is
             end_together(self._unused(), self._deadline_s)
 
     def release(self) -> None:

@@ -181,10 +181,10 @@ class TimedSession(StandIn):
             session.lock.release()
         return self._opened(answer, began, span)
 
-    def submit(self, msg: Any) -> int:
+    def submit(self, msg: Any, in_flight: Any = (), about: Any = None) -> int:
         """Send a request."""
         began = _ns()
-        ticket: int = self.real.submit(self._wrapped(msg))
+        ticket: int = self.real.submit(self._wrapped(msg), in_flight, about)
         self._operation.segment("post", began, _ns())
         self._sent[ticket] = began
         return ticket

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from simm.errors import UsageError
 from simm.sdk.ops.pins import Pins
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_lmcache
 from tests.support.fake_lmcache import CHUNK, WIDTH, CacheEngineKey, LayerCacheEngineKey, MemoryFormat, ObjectKey
+from tests.support.scarce_threads import ERRORS, no_threads
 from tests.support.waiting import WAIT_S, wait_until
 
 # -- in an engine's process: the client is closed -----------------------------------------------------------------
@@ -60,6 +63,43 @@ def test_a_call_that_close_stops_is_a_miss(how: str) -> None:
 
     with fake_lmcache.engine() as module:
         asyncio.run(body(module))
+
+
+@pytest.mark.parametrize("lack", [None, *ERRORS])
+def test_close_raises_nothing_without_threads_to_run_it(lack: type[Exception] | None) -> None:
+    """At the interpreter's exit the loop's threads have ended. The client is closed all the same."""
+
+    async def body(connector: Any) -> None:
+        await asyncio.get_running_loop().shutdown_default_executor()
+        with no_threads(error=lack) if lack is not None else contextlib.nullcontext():
+            await connector.close()
+
+    with fake_lmcache.engine() as module, FakeClient(store=FakeStore()) as client:
+        connector = fake_lmcache.connector_of(module, client)
+        connector._owns = True
+        asyncio.run(body(connector))
+        with pytest.raises(UsageError):
+            client.get("k")
+
+
+def test_what_close_raises_is_no_affair_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("injected")
+
+    with fake_lmcache.engine() as module, FakeClient(store=FakeStore()) as client:
+        connector = fake_lmcache.connector_of(module, client)
+        monkeypatch.setattr(connector, "_end", fail)
+        asyncio.run(connector.close())
+
+
+def test_a_close_that_lacks_memory_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with fake_lmcache.engine() as module, FakeClient(store=FakeStore()) as client:
+        connector = fake_lmcache.connector_of(module, client)
+        monkeypatch.setattr(module, "Pool", fail)
+        asyncio.run(connector.close())
 
 
 # -- in the server: a lock is given up ------------------------------------------------------------------------------

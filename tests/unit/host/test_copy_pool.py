@@ -18,6 +18,8 @@ import pytest
 from simm.host import buffers, copy_pool
 from simm.host.buffers import Copier
 from simm.host.copy_pool import THREADS_MAX, CopyPool, cpus_of, default_threads
+from tests.support.scarce_threads import ERRORS, no_threads
+from tests.support.waiting import wait_until
 
 WAIT_S = 120
 
@@ -152,12 +154,46 @@ def test_without_threads_the_caller_does_all(pool: CopyPool, monkeypatch: pytest
         late.append(job)
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pool, "_helpers", lambda *_: SimpleNamespace(submit=fails))
+    monkeypatch.setattr(pool, "_helpers", lambda *_: SimpleNamespace(submit=fails, shutdown=lambda wait: None))
     pool.run(lambda _: done.append(threading.current_thread().name), 4, 3)
     assert done == [threading.current_thread().name] * 4
     with ThreadPoolExecutor(1) as other:
         other.submit(late[0]).result(WAIT_S)
     assert len(done) == 4
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_after_a_lack_of_threads_all_of_them_copy(
+    pool: CopyPool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an executor has queued then counts as an idle thread, so that it would start one less for good."""
+    monkeypatch.setattr(copy_pool, "RENEW_S", 1e9)
+    busy, go = threading.Barrier(3), threading.Event()
+
+    def wait(_: int) -> None:
+        busy.wait(WAIT_S)
+        assert go.wait(WAIT_S)
+
+    caller = threading.Thread(target=pool.run, args=(wait, 2, 4))
+    caller.start()
+    busy.wait(WAIT_S)  # one helper is there, and has no time
+    ((executor, _),) = pool._executors.values()
+    done: list[int] = []
+    with no_threads("simm-copy", error):
+        for _ in range(3):
+            pool.run(done.append, 4, 4)
+    assert sorted(done) == sorted(3 * [0, 1, 2, 3])
+    assert list(pool._executors.values()) == [(executor, 3)], "it is not made anew at each copy"
+    pool._renew_at = 1e-9
+    go.set()
+    caller.join(WAIT_S)
+    wait_until(lambda: executor._shutdown or executor._work_queue.empty(), "it does not take what is queued")
+    together = threading.Barrier(4)
+
+    def meet(_: int) -> None:
+        together.wait(WAIT_S)
+
+    pool.run(meet, 4, 4)
 
 
 def test_without_descriptors_the_caller_does_all(pool: CopyPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,8 @@ def test_a_fork_waits_for_a_held_lock() -> None:
     script = (
         "import os, threading\n"
         "from simm.host import fork\n"
-        "lock = threading.Lock()\n"
-        "fork.hold(lock.acquire, lock.release)\n"
+        "lock = threading.RLock()\n"
+        "fork.hold(lock)\n"
         "inside, half = threading.Event(), []\n"
         "def change():\n"
         "    with lock:\n"
@@ -179,6 +179,158 @@ def test_a_fork_waits_for_a_held_lock() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("where", ["copying", "unmapping"])
+def test_an_interrupt_at_the_copies_for_a_child_leaves_no_lock_and_no_map(where: str) -> None:
+    """In an interpreter of its own, which prints the interrupt and goes on."""
+    script = (
+        "import ctypes, os, sys, threading\n"
+        "from simm.host import fork_copies, pages\n"
+        "class Owner:\n"
+        "    def lose(self):\n"
+        "        pass\n"
+        "owner = Owner()\n"
+        "def lend():\n"
+        "    fork_copies.lend(next(fork_copies.numbers), at, 4096, None, owner)\n"
+        "def fork():\n"
+        "    if not os.fork():\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "def once(owner, name):\n"
+        "    real = getattr(owner, name)\n"
+        "    def interrupted(*arguments):\n"
+        "        setattr(owner, name, real)\n"
+        "        real(*arguments)\n"
+        "        raise KeyboardInterrupt\n"
+        "    setattr(owner, name, interrupted)\n"
+        "at = pages.map_anonymous(4096)\n"
+        "lend()\n"
+        "once(*((ctypes, 'memmove') if sys.argv[1] == 'copying' else (pages, 'unmap')))\n"
+        "fork()\n"
+        "assert not fork_copies._copies and not fork_copies._maps\n"
+        "for call in (lend, fork):\n"
+        "    thread = threading.Thread(target=call, daemon=True)\n"
+        "    thread.start()\n"
+        "    thread.join(60)\n"
+        "    assert not thread.is_alive(), f'{call.__name__} in another thread'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, where], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("KeyboardInterrupt") == 1, done.stderr
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+#: Three ranges that are lent, far enough apart to be copied one by one, and a child that says which its owners lost.
+_LENT = (
+    "import ctypes, os, signal, sys, threading\n"
+    "from simm.host import fork, fork_copies, pages\n"
+    "class Owner:\n"
+    "    def __init__(self, number):\n"
+    "        self.number = number\n"
+    "    def lose(self):\n"
+    "        lost.append(self.number)\n"
+    "lost = []\n"
+    "at = pages.map_anonymous(5 * 4096)\n"
+    "ctypes.memset(at, 7, 5 * 4096)\n"
+    "owners = [Owner(number) for number in range(3)]\n"
+    "for owner in owners:\n"
+    "    fork_copies.lend(next(fork_copies.numbers), at + 8192 * owner.number, 4096, None, owner)\n"
+    "def said(name):\n"
+    "    pid = os.fork()\n"
+    "    if not pid:\n"
+    "        free = []\n"
+    "        take = lambda: free.append(fork_copies._LOCK.acquire(timeout=10))\n"
+    "        thread = threading.Thread(target=take)\n"
+    "        thread.start()\n"
+    "        thread.join()\n"
+    "        os.write(1, f'{name} lost {sorted(lost)} free {free}\\n'.encode())\n"
+    "        os._exit(0)\n"
+    "    os.waitpid(pid, 0)\n"
+)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_fork_in_a_handler_while_a_fork_copies_leaves_that_ones_copies_alone(returns: bool) -> None:
+    """Also if the handler's child returns to what it has interrupted: to copies of what is not mapped there."""
+    done = run(
+        _LENT
+        + "pages._RESERVED.append((at, at + 5 * 4096))\n"  # as of an arena
+        "fork._FUNCTIONS.remove(pages._reserve_in_child)\n"
+        f"returns = {returns}\n"
+        "def handler(*_):\n"
+        "    if not returns:\n"
+        "        said('inner')\n"
+        "    elif not os.fork():\n"
+        "        pages.unmap(at, 5 * 4096)\n"
+        "    else:\n"
+        "        assert not os.wait()[1]\n"
+        "signal.signal(signal.SIGUSR1, handler)\n"
+        "real, count = ctypes.memmove, 0\n"
+        "def copy(*arguments):\n"
+        "    global count\n"
+        "    real(*arguments)\n"
+        "    count += 1\n"
+        "    if count == 2:\n"
+        "        signal.raise_signal(signal.SIGUSR1)\n"
+        "ctypes.memmove = copy\n"
+        "said('outer')\n"
+        "assert not fork_copies._maps and not fork_copies._copies and not fork_copies._copying\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "outer lost [] free [True]\n" in done.stdout, done.stdout
+    assert ("inner lost [0, 1, 2] free [True]\n" in done.stdout) is not returns, done.stdout
+
+
+def test_an_interrupt_while_a_fork_waits_for_the_lock_leaves_none_to_the_child() -> None:
+    """The thread that has the lock does not exist there. The parent's thread has it still."""
+    done = run(
+        _LENT
+        + "held, go, after = threading.Event(), threading.Event(), []\n"
+        "def hold():\n"
+        "    with fork_copies._LOCK:\n"
+        "        held.set()\n"
+        "        go.wait()\n"
+        "        after.append(fork_copies._LOCK._is_owned())\n"
+        "thread = threading.Thread(target=hold)\n"
+        "thread.start()\n"
+        "held.wait()\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+        "said('child')\n"
+        "go.set()\n"
+        "thread.join()\n"
+        "assert after == [True]\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "child lost [0, 1, 2] free [True]\n", done.stdout
+    assert done.stderr.count("KeyboardInterrupt") == 1, done.stderr
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_owner_that_cannot_lose_its_range_does_not_keep_the_others_from_it(times: int) -> None:
+    """As of an interrupt. It gets a second try."""
+    done = run(
+        _LENT
+        + "def lose():\n"
+        f"    if len(tries) < {times}:\n"
+        "        tries.append(1)\n"
+        "        raise KeyboardInterrupt\n"
+        "    lost.append(2)\n"
+        "tries = []\n"
+        "owners[2].lose = lose\n"
+        "fork_copies.COPY_BYTES_MAX = 0\n"
+        "said('child')\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"child lost {[0, 1, 2] if times == 1 else [0, 1]} free [True]\n", done.stdout
 
 
 def test_threads_may_register_while_another_forks() -> None:

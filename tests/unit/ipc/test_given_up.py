@@ -105,8 +105,8 @@ def with_more_to_commit(session: WorkerSession, grant: GrantTuple) -> None:
     ends: list[Callable[[], None]] = []
     submit = session.submit
 
-    def held_afterwards(msg: Any) -> int:
-        ticket = submit(msg)
+    def held_afterwards(msg: Any, *more: Any) -> int:
+        ticket = submit(msg, *more)
         if isinstance(msg, M.Commit) and not ends:
             session.kick(always=True)
             ends.append(held(session))

@@ -128,13 +128,13 @@ class World:
             assert {grant[0] for grant in known} == mine, "a grant leaks, or one is kept that was returned"
             for chunk, stock in holder.pool.stocks.items():
                 assert all(grant[2] == chunk for grant in stock)
-            for length, (stock, target) in holder.pool.by_length.items():
+            for length, (stock, target, _) in holder.pool.by_length.items():
                 assert stock is holder.pool.stocks[chunk_bytes_for(length)], "a list that nobody fills"
                 assert target == target_count(chunk_bytes_for(length))
         assert self.grantor.used <= self.grantor.bytes_max
 
     def put(self, holder: Holder, length: int) -> None:
-        stock, target = holder.pool.for_length(length)
+        stock, target, _ = holder.pool.for_length(length)
         grant = holder.pool.take(length) or obtain(holder, length, request_count(chunk_bytes_for(length), 3))
         if grant is None:
             kept = sum(chunk for owner, chunk in self.grantor.granted.values() if owner is not holder)
@@ -327,7 +327,7 @@ def test_threads_share_a_pool_and_no_grant() -> None:
         thread.join()
     assert not wrong
     assert sorted(grant[0] for grant in pool.drain()) == list(range(1, total + 1))
-    assert all(stock is pool.stocks[chunk_bytes_for(length)] for length, (stock, _) in pool.by_length.items())
+    assert all(stock is pool.stocks[chunk_bytes_for(length)] for length, (stock, *_) in pool.by_length.items())
 
 
 # -- numbers ---------------------------------------------------------------------------------------------

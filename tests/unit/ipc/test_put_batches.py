@@ -94,13 +94,13 @@ def test_frames_of_small_values_grow(
         pool = session.pool.for_length(size)[0]
         while len(pool) <= count:  # with fewer grants the frames are as many have come
             path.put_many(session, digests, values, range(count), [99] * count)
-        commit, seen = put_module._commit, []
+        commit, seen = put_module.commit, []
 
-        def noted(session: WorkerSession, entries: list[Any], *more: Any, **named: Any) -> int:
+        def noted(session: WorkerSession, entries: list[Any], *more: Any, **named: Any) -> None:
             seen.append(len(entries))
-            return commit(session, entries, *more, **named)
+            commit(session, entries, *more, **named)
 
-        monkeypatch.setattr(put_module, "_commit", noted)
+        monkeypatch.setattr(put_module, "commit", noted)
         statuses = [99] * count
         path.put_many(session, digests, values, range(count), statuses)
         assert seen == frames and statuses == [Status.OK] * count
@@ -124,16 +124,16 @@ def test_a_batch_whose_time_is_over_leaves_no_grant_and_no_answer_behind(
         for _ in range(4):
             path.put_many(session, [digest_of(f"s{each}") for each in range(count)], values, range(count), [99] * count)
         commits = 0
-        commit = put_module._commit
+        commit = put_module.commit
 
-        def late(*arguments: Any, **more: Any) -> int:
+        def late(*arguments: Any, **more: Any) -> None:
             nonlocal commits
             commits += 1
             if commits == at + 1:
                 ALLOWANCE.seconds = -1.0
-            return commit(*arguments, **more)
+            commit(*arguments, **more)
 
-        monkeypatch.setattr(put_module, "_commit", late)
+        monkeypatch.setattr(put_module, "commit", late)
         statuses = [99] * count
         steps = path.put_steps(
             session, [digest_of(f"t{each}") for each in range(count)], values, range(count), statuses,

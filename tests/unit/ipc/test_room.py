@@ -276,6 +276,65 @@ def test_a_wait_in_vain_is_not_repeated_at_once(worker: WorkerThread, monkeypatc
         each.close()
 
 
+class SlowGrantor:
+    """A holder whose requests take ``ask_s`` on a clock of its own; the one of this number brings a grant."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ask_s: float, grants_at: int = 0) -> None:
+        self.now = 1.0
+        monkeypatch.setattr(grant_pool, "ROOM_WAIT_S", 0.5)
+        monkeypatch.setattr(grant_pool, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        self.pool: GrantPool[Any] = GrantPool()
+        self.asks = 0
+        self._ask_s, self._grants_at = ask_s, grants_at
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ask(self, wants: Sequence[tuple[int, int]]) -> None:
+        self.asks += 1
+        self.now += self._ask_s
+        if self.asks == self._grants_at:
+            self.pool.add([(1, 0, chunk_bytes_for(wants[0][0]))])
+
+    def return_grants(self, _numbers: Sequence[int]) -> None:
+        pytest.fail("it has none")
+
+    def put(self, left_s: float) -> bool:
+        """Return whether there is room for a value of a call that may wait for so long."""
+        return grant_pool.obtain(self, 4 * MIB, room=grant_pool.RoomWait(left_s)) is not None
+
+
+@pytest.mark.parametrize("ask_s", [0.0, 0.4])
+def test_a_grantor_that_makes_room_bit_by_bit_is_asked_again(monkeypatch: pytest.MonkeyPatch, ask_s: float) -> None:
+    """It evicts for as long as one request may, and answers as one without room does; but that one answers sooner."""
+    holder = SlowGrantor(monkeypatch, ask_s, 16 if ask_s else 0)
+    assert holder.put(60.0) == (ask_s > 0) == (holder.pool.no_wait_until == 0.0)
+    assert ask_s or 1.5 <= holder.now < 1.6
+
+
+@pytest.mark.parametrize(
+    ("ask_s", "left_s", "waited_s"), [(0.04, 60.0, 0.7), (0.04, 1.5, 0.7), (0.15, 1.0, 1.2), (0.0, 0.3, 0.4)]
+)
+def test_a_slow_grantor_without_room_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, ask_s: float, left_s: float, waited_s: float
+) -> None:
+    """Each put waited anew, for all that its call had left, where a busy grantor took 40 ms to say no."""
+    holder = SlowGrantor(monkeypatch, ask_s)
+    assert not holder.put(left_s)
+    asks, took = holder.asks, holder.now - 1.0
+    assert asks > 5 and took <= waited_s + ask_s and holder.pool.no_wait_until > holder.now
+    assert not holder.put(left_s) and holder.asks == asks + 1, "the next one does not wait"
+
+
+@pytest.mark.parametrize(("ask_s", "left_s"), [(0.0, 0.05), (0.4, 1.5)])
+def test_a_wait_that_ends_too_early_to_tell_keeps_no_other_put_from_waiting(
+    monkeypatch: pytest.MonkeyPatch, ask_s: float, left_s: float
+) -> None:
+    """It was short, or room was being made all the time."""
+    holder = SlowGrantor(monkeypatch, ask_s)
+    assert not holder.put(left_s) and holder.pool.no_wait_until == 0.0
+
+
 def test_what_no_arena_has_room_for_fails_without_a_wait(
     worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from simm.client import Client
+from simm.errors import UsageError
 from simm.sdk import routing
+from simm.sdk.calls import closing
 from tests.support.client_values import forked
 from tests.support.fake_cluster import ALL, FakeCluster, FakeManager
 from tests.support.waiting import WAIT_S, wait_until
@@ -162,3 +165,94 @@ def test_all_threads_wait_for_the_first_map(interrupted: bool) -> None:
     with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
         routes.restart()
     assert seen == [[]] and routes.restart() is made.route
+
+
+def test_issue_a_child_of_a_client_that_is_being_closed_has_a_closed_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its puts and gets worked, and close() did nothing: a thread that it does not have was at it."""
+    entered, go_on = threading.Event(), threading.Event()
+    release_all = client._pinner.release_all
+
+    def slowly() -> None:
+        entered.set()
+        assert go_on.wait(WAIT_S)
+        release_all()
+
+    monkeypatch.setattr(client._pinner, "release_all", slowly)
+    closer = threading.Thread(target=client.close)
+    closer.start()
+
+    def child() -> bool:
+        go_on.set()
+        with pytest.raises(UsageError, match="closed"):
+            client.get("k")
+        client.close()
+        return client._ending
+
+    try:
+        assert entered.wait(WAIT_S)
+        assert forked(child) == 0
+        assert client.get("k") == b"v", "the control: in its parent that thread goes on"
+    finally:
+        go_on.set()
+        closer.join(WAIT_S)
+    assert not closer.is_alive()
+
+
+def test_issue_a_signal_closes_the_client_of_a_child_as_it_connects(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler waited for the lock of the call that it had interrupted, for ever."""
+    monkeypatch.setattr(closing, "ASIDE_S", 0.05)
+
+    def child() -> bool:
+        connect = client._routes._connect
+        seen: list[bool] = []
+
+        def interrupted(timeout_s: float | None) -> Any:
+            router = connect(timeout_s)
+            signal.raise_signal(signal.SIGTERM)
+            seen.append(client._routes.closed)
+            return router
+
+        def handler(*_: object) -> None:
+            client.close()
+
+        client._routes._connect = interrupted
+        signal.signal(signal.SIGTERM, handler)
+        with contextlib.suppress(UsageError):  # it may be closed before the call has ended
+            client.get("k")
+        client.close()  # which waits for what the handler has begun
+        with pytest.raises(UsageError, match="closed"):
+            client.get("k")
+        return seen == [False] and client._router is None
+
+    assert forked(child) == 0
+
+
+def test_issue_a_call_in_the_handler_of_a_signal_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own thread makes the router, under a lock, and goes on only after the handler."""
+    made = SimpleNamespace(route=[None], deadline_s=1.0, subscription=SimpleNamespace())
+    routes = routing.Routes(lambda _timeout_s: made, lazy=True, deadline_s=0.05)  # type: ignore[arg-type,return-value]
+    routes._after_fork()
+    seen: list[list[Any]] = []
+    made.subscription.await_first_round = lambda _timeout_s: seen.append(routes.restart())  # as a handler does
+    assert routes.restart() is made.route and seen == [[]]
+    routes.router = None
+
+
+def test_a_router_that_is_made_while_a_handler_closes_its_client_serves_no_call() -> None:
+    """A handler that no thread carries out the close of: only the next close() ends the router."""
+    made = SimpleNamespace(route=[None], deadline_s=1.0, subscription=SimpleNamespace())
+    routes = routing.Routes(lambda _timeout_s: made, lazy=True, deadline_s=0.05)  # type: ignore[arg-type,return-value]
+    routes._after_fork()
+
+    def closes(_timeout_s: float) -> None:
+        routes.closed, routes.route = True, []
+
+    made.subscription.await_first_round = closes
+    assert routes.restart() == []
+    with pytest.raises(UsageError, match="closed"):
+        routes.target(bytes(16))
+    routes.router = None

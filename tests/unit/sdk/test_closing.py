@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ import pytest
 from simm import client as client_module
 from simm import kv
 from simm.client import Client
-from simm.errors import Code, UsageError
-from simm.sdk.ops.waiting import in_executor
+from simm.config import engine_flags
+from simm.errors import Code, TransportError, UsageError
+from simm.host.threads import Pool
+from simm.sdk.calls import closing as closing_module
 from simm.testing import FakeClient, FakeStore
 from tests.support.kv_values import filled
+from tests.support.scarce_threads import ERRORS, no_threads
+from tests.support.waiting import wait_until
 
 WAIT_S = 120.0
 THREADS = client_module._ASYNC_THREADS
@@ -123,21 +128,21 @@ def test_control_a_task_that_is_cancelled_is_cancelled(closed: bool) -> None:
 
 
 def test_a_close_just_before_a_call_gets_its_thread_is_a_closed_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The executor refused the call with a RuntimeError of its own."""
+    """It is refused or carried out, and never left to nobody."""
     client = FakeClient()
     client.put("k", b"v")
     closer = threading.Thread(target=client.close)
-    submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
+    hand_over = Pool.hand_over
 
-    def close_first(executor: ThreadPoolExecutor, *given: Any) -> Future[Any]:
+    def close_first(pool: Pool, *given: Any) -> Future[Any] | None:
         guarded = client._start_lock.locked()
         if not closer.ident:
             closer.start()
             if not guarded:  # otherwise it waits for this call
                 closer.join(WAIT_S)
-        return submit(executor, *given)
+        return hand_over(pool, *given)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", close_first)
+    monkeypatch.setattr(Pool, "hand_over", close_first)
 
     async def body() -> None:
         got = await asyncio.gather(client.get_async("k"), client.get_async("k"), return_exceptions=True)
@@ -153,7 +158,7 @@ def test_a_store_answers_with_its_codes(monkeypatch: pytest.MonkeyPatch) -> None
     async def body() -> None:
         with Busy() as busy:
             monkeypatch.setattr(kv, "_client_for", lambda store: (busy.client, None))
-            monkeypatch.setattr(kv, "_leave", lambda store, key: busy.client.close())
+            monkeypatch.setattr(kv, "_leave", lambda *_: busy.client.close())
             store, view = kv.Store(), filled(b"value")
             assert store.put("k", view) == 0
             running = await busy.fill()
@@ -191,8 +196,9 @@ def test_without_a_thread_a_call_runs_where_it_is(monkeypatch: pytest.MonkeyPatc
     asyncio.run(body())
 
 
-def test_a_call_that_ran_without_a_thread_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The executor has queued it before it finds that it cannot start a thread, and a thread of before takes it later.
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_call_that_ran_without_a_thread_runs_once(error: type[Exception]) -> None:
+    """An executor has queued it before it finds that it cannot start a thread, and a thread of before takes it later.
 
     The buffer is the caller's again by then.
     """
@@ -202,8 +208,7 @@ def test_a_call_that_ran_without_a_thread_runs_once(monkeypatch: pytest.MonkeyPa
             (first,) = await begun(busy.client.get_async("k"))
             assert await asyncio.to_thread(busy._entered.acquire, timeout=WAIT_S)
             calls: list[int] = []
-            with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", no_thread)
+            with no_threads(error=error):
                 for number in range(3):
                     await busy.client.in_thread(calls.append, number)
             assert calls == [0, 1, 2]
@@ -216,58 +221,22 @@ def test_a_call_that_ran_without_a_thread_runs_once(monkeypatch: pytest.MonkeyPa
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_thread_of_before_may_take_the_call_at_once(fails: bool) -> None:
-    """It does between the executor's queue and the error: its answer counts, and the call is not run again."""
-    calls: list[str] = []
-
-    def call(text: str) -> str:
-        calls.append(text)
-        if fails:
-            raise UsageError(text)
-        return text
-
-    class Full(ThreadPoolExecutor):
-        def submit(self, run: Callable[..., Any], /, *given: Any, **_: Any) -> Future[Any]:
-            with contextlib.suppress(UsageError):
-                run(*given)
-            raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize("error", ERRORS)
+def test_after_a_lack_of_threads_a_client_has_all_of_them(error: type[Exception]) -> None:
+    """What an executor has queued then counts as idle threads, and one would run all calls for good."""
 
     async def body() -> None:
-        with Full() as executor:
-            answers = await asyncio.gather(in_executor(executor, call, ("said",)), return_exceptions=True)
-            assert calls == ["said"] and str(answers[0]) == "said" and isinstance(answers[0], UsageError) is fails
-
-    asyncio.run(body())
-
-
-def test_a_call_that_another_thread_has_taken_is_not_cancelled_under_it() -> None:
-    """It is delivered when the call no longer uses its buffers, as always."""
-    entered, go_on = threading.Event(), threading.Event()
-    ended: list[str] = []
-
-    def call() -> None:
-        entered.set()
-        assert go_on.wait(WAIT_S)
-        ended.append("call")
-
-    class Full(ThreadPoolExecutor):
-        def submit(self, run: Callable[..., Any], /, *given: Any, **_: Any) -> Future[Any]:
-            super().submit(run, *given)
-            assert entered.wait(WAIT_S)
-            raise RuntimeError("can't start new thread")
-
-    async def body() -> None:
-        with Full(1) as executor:
-            task = asyncio.ensure_future(in_executor(executor, call, ()))
-            await asyncio.sleep(0.01)
-            task.cancel()
-            await asyncio.sleep(0.01)
-            assert not task.done()
-            go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert ended == ["call"]
+        with Busy() as busy:
+            (first,) = await begun(busy.client.get_async("k"))
+            assert await asyncio.to_thread(busy._entered.acquire, timeout=WAIT_S)
+            with no_threads("simm-async", error):
+                for _ in range(2 * THREADS):
+                    assert await busy.client.in_thread(int) == 0
+            busy.go_on()
+            met = threading.Barrier(THREADS)
+            got = await asyncio.gather(*(busy.client.in_thread(met.wait, WAIT_S) for _ in range(THREADS)), first)
+            assert sorted(got[:THREADS]) == list(range(THREADS))
+            busy.client.close()
 
     asyncio.run(body())
 
@@ -278,7 +247,7 @@ def test_calls_without_a_thread_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(threading.Thread, "start", no_thread)
         for _ in range(3):
             assert await Client.in_thread(client, client.get, "k") is None  # not by the fake's, which drops it too
-            assert client._executor is None
+            assert client._executor is not None and not client._executor._jobs and not client._executor._threads
         client.close()
 
     asyncio.run(body())
@@ -301,7 +270,8 @@ def test_a_failed_call_leaves_no_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     gc.disable()
     try:
-        assert asyncio.run(body(client))() is None
+        left = asyncio.run(body(client))
+        wait_until(lambda: left() is None, "a cycle holds it")  # the thread may still be about to drop it
         monkeypatch.setattr(threading.Thread, "start", no_thread)
         assert asyncio.run(body(client))() is None
     finally:
@@ -345,8 +315,160 @@ def test_a_close_that_is_interrupted_closes_the_rest_and_a_second_one_ends_it(
         client.get("k")
 
 
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Return what sets the handler of the signal of these tests."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def handle(call: Callable[[], None]) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: call())
+
+    yield handle
+    signal.signal(signal.SIGUSR1, before)
+
+
+OnSignal = Callable[[Callable[[], None]], None]
+
+
+def test_issue_a_handler_closes_the_client_of_the_call_that_it_interrupts(
+    on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call holds the lock that close() takes first. What waits for it ends when the call has."""
+    monkeypatch.setattr(closing_module, "ASIDE_S", 0.05)
+    client = FakeClient(store=FakeStore())
+    start = Pool._start_one
+    held: list[tuple[bool, bool]] = []
+
+    def interrupted(pool: Pool) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        held.append((client._start_lock.locked(), client._closed))
+        return start(pool)
+
+    on_signal(client.close)
+    monkeypatch.setattr(Pool, "_start_one", interrupted)
+
+    async def body() -> None:
+        with contextlib.suppress(UsageError):  # close() may be before the call
+            assert await Client.in_thread(client, client.get, "k") is None
+
+    asyncio.run(body())
+    monkeypatch.undo()
+    assert held == [(True, False)]
+    client.close()
+    assert client._routes.closed and client._closer is not None and not client._closer.is_alive()
+
+
+def test_issue_a_handler_that_interrupts_a_close(on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(store=FakeStore())
+    ended: list[str] = []
+    monkeypatch.setattr(client._copier, "close", lambda: ended.append("copier"))
+    lock = client._start_lock
+
+    class Lock:
+        def __enter__(self) -> None:
+            lock.acquire()
+            if not ended:
+                ended.append("signal")
+                signal.raise_signal(signal.SIGUSR1)
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    given: Any = Lock()
+    client._start_lock = given
+    monkeypatch.setattr(closing_module, "ASIDE_S", 0.05)
+    on_signal(client.close)
+    client.close()
+    assert client._routes.closed and ended == ["signal", "copier"]
+
+
+def test_a_close_within_a_call_without_a_conflict_is_complete(
+    on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread does it. Outside of calls no thread is asked for."""
+    clients = [FakeClient(store=FakeStore(latency=lambda *_: signal.raise_signal(signal.SIGUSR1))) for _ in range(2)]
+    closed: list[bool] = []
+
+    def close() -> None:
+        clients[0].close()
+        closed.append(clients[0]._routes.closed)
+
+    on_signal(close)
+    with contextlib.suppress(UsageError):
+        clients[0].get("k")
+    assert closed == [True] and clients[0]._closer is not None
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    clients[1].close()
+    assert clients[1]._routes.closed and clients[1]._closer is None
+
+
+def test_issue_a_handler_closes_a_store_while_another_is_made(
+    on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock guards the shared clients."""
+    monkeypatch.setattr(closing_module, "ASIDE_S", 0.05)
+    monkeypatch.setattr(kv, "Client", lambda **_: FakeClient())
+    monkeypatch.setattr(kv, "_clients", {})
+    monkeypatch.setattr(kv, "_users", {})
+    first = kv.Store()
+    client, locked = first._client, []
+    assert client is not None
+    on_signal(first.close)
+
+    def load(*_: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        locked.append(kv._lock.locked())
+        return settings
+
+    settings = engine_flags.load(1)
+    monkeypatch.setattr(engine_flags, "load", load)
+    second = kv.Store()
+    assert locked == [True]
+    first.close()
+    second.close()
+    wait_until(lambda: not kv._users and not kv._clients, "both are closed")
+    wait_until(lambda: client._routes.closed, "its client")
+
+
+def test_nobody_waits_to_close_a_store_while_another_waits_for_its_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "_clients", {})
+    monkeypatch.setattr(kv, "_users", {})
+    locked: list[bool] = []
+
+    class Waits(FakeClient):
+        def begin(self) -> None:
+            locked.append(kv._lock.locked())
+            raise TransportError("refused")
+
+    monkeypatch.setattr(kv, "Client", lambda **_: Waits())
+    with pytest.raises(RuntimeError, match="SiMM: refused; an engine names it by"):
+        kv.Store()
+    assert locked == [False] and not kv._clients and not kv._users and not kv._leaving
+
+
+def test_issue_a_close_of_a_store_that_is_interrupted_is_ended_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second close() did nothing, and the client stayed until the process ended."""
+    monkeypatch.setattr(kv, "Client", lambda **_: FakeClient())
+    monkeypatch.setattr(kv, "_clients", {})
+    monkeypatch.setattr(kv, "_users", {})
+    store = kv.Store()
+    client = store._client
+    assert client is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_close_now", interrupt)
+        with pytest.raises(Interrupted):
+            store.close()
+    assert store.get("k", filled(b"value")) == INVALID
+    store.close()
+    assert client._routes.closed and not kv._leaving
+
+
 class Interrupted(BaseException):
     """What a signal's handler raises."""
+
+
+def interrupt() -> None:
+    raise Interrupted
 
 
 def test_a_close_that_is_interrupted_as_it_releases_its_lock_is_done_by_the_next() -> None:

@@ -99,11 +99,16 @@ def test_without_a_descriptor_there_is_no_subscription(monkeypatch: pytest.Monke
         Subscription([("127.0.0.1", 1)], WAIT_S, "", lambda _map: True)
 
 
-def test_one_whose_thread_did_not_start_is_closed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_one_whose_thread_did_not_start_is_closed_whole(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     """Its descriptor stayed open: the thread was to close it."""
 
     def none_left(_thread: threading.Thread) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
         raise RuntimeError("can't start new thread")
+
+    raised: Any = (KeyboardInterrupt, None) if interrupted else (TransportError, "can't start new thread")
 
     manager = PushingManager(M.MapGet)
     subscription = Subscription([manager.address], WAIT_S, "", lambda _map: True)
@@ -112,7 +117,7 @@ def test_one_whose_thread_did_not_start_is_closed_whole(monkeypatch: pytest.Monk
         channel, wake = subscription._channel, subscription._wake
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
-            with pytest.raises(TransportError, match="can't start new thread"):
+            with pytest.raises(raised[0], match=raised[1]):
                 subscription.start()
         subscription.close()
         subscription.join(WAIT_S)

@@ -11,15 +11,18 @@ import pytest
 from simm.arena.layout import State
 from simm.config.client_options import ClientOptions
 from simm.sdk.path import STALE_S, ClientContext, ClientRdma, Heartbeat, Path, PathState, arena_closed
+from simm.sdk.rdma_pool import RdmaPath
+from simm.sdk.tcp import TcpPath
+from tests.support.interrupts import everywhere
 from tests.support.waiting import wait_until
 
 
 class Connection:
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = 0
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, *_: Any) -> None:
+        self.closed += 1
 
 
 class Paced(Path):
@@ -111,6 +114,65 @@ def test_without_a_thread_the_path_is_down(clock: list[float], monkeypatch: pyte
     assert "can't start new thread" in str(path.down_reason)
 
 
+@pytest.mark.parametrize("where", ["made", "started", "runs"])
+def test_issue_an_interrupt_as_an_attempt_begins_leaves_the_path_to_the_next(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """An attempt counted as in progress that nobody made: the worker was not reached again. None is made twice."""
+    path = Paced(clock)
+    path.go_on.set()
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread, *_: Any, **__: Any) -> None:
+        if where == "runs":
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "__init__" if where == "made" else "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            path.connect_soon()
+    assert not path.connecting and path.state is PathState.NEW
+    path.connect_soon()
+    wait_until(lambda: path.state is PathState.UP, "the next one")
+    assert path.attempts == 1
+
+
+class Alarm(RuntimeError):
+    """What a signal's handler raises."""
+
+
+def test_issue_an_attempt_that_a_handlers_error_has_not_stopped_is_not_made_twice(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for a lack of threads: the error was lost, and two attempts ran at the same time."""
+    path = Paced(clock)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise Alarm("by the engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Alarm):
+            path.connect_soon()
+    assert not path.connecting and path.state is PathState.NEW
+    path.connect_soon()
+    path.go_on.set()
+    wait_until(lambda: path.state is PathState.UP, "the next one")
+    assert path.attempts == 1
+
+
+def test_issue_no_attempt_is_waited_for_by_the_thread_that_is_starting_it(clock: list[float]) -> None:
+    """A call in a signal's handler, which has interrupted one that has the lock, waited for ever."""
+    path = Paced(clock)
+    path._context = ClientContext(ClientOptions(deadline_s=0.05))
+    with path._lock:
+        path.connect_soon()
+    assert not path.connecting and path.state is PathState.NEW
+
+
 def test_absent_is_not_tried_again(clock: list[float]) -> None:
     path = Paced(clock)
     with path._lock:
@@ -142,7 +204,89 @@ def test_close_ends_idle_connections_once(clock: list[float]) -> None:
     path._idle += idle
     path.close()
     path.close()
-    assert all(each.closed for each in idle) and not path._idle
+    assert all(each.closed == 1 for each in idle) and not path._idle
+
+
+def test_a_close_that_is_interrupted_ends_the_other_connections_and_the_next_close_that_one(
+    clock: list[float],
+) -> None:
+    path = Paced(clock)
+    idle = [Connection(), Connection(), Connection()]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path._idle += idle
+    idle[1].close = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        path.close()
+    assert [each.closed for each in idle] == [1, 0, 1] and not path.over
+    del idle[1].close
+    assert path.close() and path.over
+    assert [each.closed for each in idle] == [1, 1, 1]
+
+
+def pooled(kind: type[Path]) -> Any:
+    """Return a path of this kind, without a server."""
+    context = ClientContext(ClientOptions())
+    return RdmaPath(context, ("host", 1)) if kind is RdmaPath else TcpPath(context, "host", 1)
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+@pytest.mark.parametrize("kind", [TcpPath, RdmaPath])
+def test_issue_an_interrupt_leaves_no_connection_open_after_the_next_close(kind: type[Path], how: str) -> None:
+    """A list of the interrupted call's alone had them."""
+    made: list[tuple[Any, list[Connection]]] = []
+
+    def call() -> None:
+        path, idle = pooled(kind), [Connection(), Connection()]
+        path._idle += idle
+        path._connections = len(idle)
+        made.append((path, idle))
+        if how == "close":
+            path.close()
+        elif kind is TcpPath:
+            path._drop_idle()
+        else:
+            path.drop("lost")
+
+    def check() -> None:
+        if made:
+            path, idle = made.pop()
+            assert path.close() and path.over
+            assert all(each.closed for each in idle) and not path._leaving and not path._at_end
+
+    assert everywhere(call, check, ("simm.sdk.path", "simm.sdk.tcp", "simm.sdk.rdma_pool")) > 5
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_issue_a_close_beside_another_one_leaves_its_connection_to_it(clock: list[float], interrupted: bool) -> None:
+    """It said that all was closed, so that nobody ended what an interrupt of the other one had spared."""
+    path = Paced(clock)
+    connection = Connection()
+    path._idle.append(connection)
+    close, beside = connection.close, []
+    main = threading.current_thread()
+
+    def while_another_closes(*_: Any) -> None:
+        if threading.current_thread() is not main:  # the ends meet
+            return close()
+        another = threading.Thread(target=lambda: beside.append(path.close()))
+        another.start()
+        another.join(30.0)
+        if interrupted:
+            raise KeyboardInterrupt
+        close()
+
+    connection.close = while_another_closes  # type: ignore[method-assign]
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            path.close()
+    else:
+        assert path.close()
+    assert beside == [False]
+    del connection.close
+    assert path.close() and path.over and connection.closed == 1
 
 
 def test_a_forked_child_has_closed_paths_and_open_locks_do_not_matter(clock: list[float]) -> None:

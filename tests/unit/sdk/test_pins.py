@@ -114,11 +114,11 @@ def test_mutation_without_pins_other_bytes_come(
 ) -> None:
     """So it is the pins that keep the bytes, and the tests would see it if they did not."""
 
-    def pins_nothing(self: Any, session: Any, numbers: list[int]) -> None:
+    def pins_nothing(self: Any, session: Any, numbers: list[int], ends: Iterator[Any]) -> None:
         for number in numbers:
             session.unpin_later(number)
         session.flush_unpins()
-        session.end_copy()
+        next(ends)()
 
     monkeypatch.setattr(ArenaPins, "take_pins", pins_nothing)
     monkeypatch.setattr(Leases, "_pin", lambda *_: None)

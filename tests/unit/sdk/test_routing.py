@@ -635,30 +635,37 @@ def test_dropped_without_a_close_its_threads_end(cluster: FakeCluster) -> None:
     wait_until(lambda: not any(thread is not None and thread.is_alive() for thread in threads), "they end")
 
 
-@pytest.mark.parametrize("where", ["join", "target"])
+@pytest.mark.parametrize("where", ["map", "wake", "link", "join", "target", "socket"])
 def test_an_interrupted_close_leaves_no_session(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Ctrl-C within close(): a second close() does nothing, so the sessions stayed, with their grants."""
+    """Ctrl-C within close(): the sessions stayed, with their grants. A second close() ends what has not ended."""
     client = full(cluster, "shm")
     router = client._routes.router
     assert router is not None
     targets = list(router.targets.values())
     assert len(targets) == 2 and all(target.ready() for target in targets)
+    sessions: list[Any] = [target.session for target in targets]
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    if where == "join":
-        monkeypatch.setattr(router._thread, "join", interrupted)
+    if where == "map":
+        monkeypatch.setattr(router, "_map_changed", SimpleNamespace(notify_all=interrupted))
     else:
-        monkeypatch.setattr(targets[0], "close", interrupted)
+        places: dict[str, tuple[Any, str]] = {
+            "wake": (router._wake, "set"), "link": (router.subscription, "close"), "join": (router._thread, "join"),
+            "target": (targets[0], "close"), "socket": (sessions[0].channel, "close"),
+        }  # fmt: skip
+        monkeypatch.setattr(*places[where], interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.close()
     monkeypatch.undo()
     assert [target.session for target in targets[where == "target" :]] == [None] * len(targets[where == "target" :])
-    for target in targets:
-        target.close()
+    client.close()
+    assert [target.session for target in targets] == [None] * 2 and not router._thread.is_alive()
+    assert [session.channel.sock.fileno() for session in sessions] == [-1, -1]
+    client.close()
 
 
 def test_a_forked_child_without_a_manager_warns_once_for_each_outage(

@@ -363,6 +363,37 @@ def test_a_forked_child_records_its_own(tmp_path: Path) -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["goes on before", "goes on after"])
+def test_close_waits_for_no_folder_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    """A thread is at it. What that thread begins once it can, it ends itself, if close() has not waited for it."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    real = spool.open_folder
+
+    def hanging(path: Path) -> Path:
+        hangs.set()
+        goes_on.wait()
+        return real(path)
+
+    monkeypatch.setattr(spool, "open_folder", hanging)
+    monkeypatch.setattr(calls, "CLOSE_S", 0.01 if ended else 60.0)
+    client = FakeClient(trace_dir=str(tmp_path / "t"))
+    began = threading.Thread(target=client.trace)
+    closing = threading.Thread(target=client.close)
+    began.start()
+    try:
+        assert hangs.wait(60)
+        closing.start()
+        if ended:
+            wait_until(lambda: not closing.is_alive(), "close() has returned")
+        else:
+            wait_until(lambda: client._tracing is not None and client._tracing._over, "close() is at it")
+    finally:
+        goes_on.set()
+        began.join()
+        closing.join()
+    assert not switch.traces(client) and spool.spool_in(tmp_path / "t")._users == 0
+
+
 # -- servers -------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from simm.config.client_options import ClientOptions
 from simm.errors import TransportError
 from simm.ipc import session as session_module
+from simm.ipc.session import WorkerSession
 from simm.net.channel import BACKOFF_S, Backoff
 from simm.rpc import reply
 from simm.sdk import worker_path
@@ -32,6 +34,7 @@ from simm.wire.messages import Status
 from tests.support.client_values import forked
 from tests.support.cluster_clients import KEYS, WAIT_S, full, published, value_of
 from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.interrupts import everywhere
 from tests.support.waiting import wait_until
 
 
@@ -245,6 +248,93 @@ def test_a_session_in_use_is_not_replaced(cluster: FakeCluster) -> None:
     there._connected(third, None, reason, upgrade, None)
     assert there.session is third and session.closed, "one that has broken is"
     assert client.put("k0", b"w") and client.get("k0") == b"w"
+
+
+def test_issue_a_call_in_a_handler_misses_as_its_thread_starts_the_first_attempt() -> None:
+    """It waited for the lock of the call that it had interrupted, for ever."""
+    info = M.WorkerInfo(0, 0, 1, 0, 1 << 30, "n", "", "127.0.0.1", 1)
+    target = Target(info, ClientContext(ClientOptions(namespace="n", deadline_s=0.05)))
+    with target._lock:
+        assert not target.ready() and target.arena() is None
+    assert target.fresh and not target.connecting
+    target.close()
+
+
+class Ended:
+    """A session, or a path, that is to be closed."""
+
+    broken = True
+    down_reason = "down"
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self, *, clean: bool = True) -> bool:
+        self.closed = True
+        return True
+
+
+@pytest.mark.parametrize("how", ["lost", "tcp_lost", "close"])
+def test_issue_what_an_interrupt_leaves_open_is_closed_by_the_next_call(how: str) -> None:
+    """Ctrl-C between taking a session out of use and closing it: its grants stayed with the process."""
+    info = M.WorkerInfo(0, 0, 1, 0, 1 << 30, "n", "", "127.0.0.1", 1)
+    context = ClientContext(ClientOptions(namespace="n"))
+    made: list[tuple[Target, list[Any]]] = []
+
+    def call() -> None:
+        target, parts = Target(info, context), [Ended(), Ended(), Ended()]
+        target.session, target.tcp, target.rdma = parts  # type: ignore[assignment]
+        made.append((target, parts))
+        if how == "lost":
+            target.lost("broken")
+        elif how == "tcp_lost":
+            target.tcp_lost(parts[1], "broken")  # type: ignore[arg-type]
+        else:
+            target.close()
+
+    def check() -> None:
+        if not made:
+            return
+        target, parts = made.pop()
+        in_use: list[Any] = [target.session, target.tcp, target.rdma]
+        target._close_left()  # as the background does at its next turn
+        assert all(each.closed or each in in_use for each in parts)
+        target.close()
+        assert all(each.closed for each in parts)
+
+    assert everywhere(call, check, ("simm.sdk.worker_path", "simm.sdk.path")) > 3
+
+
+def test_issue_a_session_whose_close_is_interrupted_beside_another_is_closed_by_the_next_call() -> None:
+    """The other thread, which had left it to the interrupted one, took it for closed."""
+    info = M.WorkerInfo(0, 0, 1, 0, 1 << 30, "n", "", "127.0.0.1", 1)
+    target = Target(info, ClientContext(ClientOptions(namespace="n")))
+    session: Any = WorkerSession.__new__(WorkerSession)
+    closed: list[bool] = []
+    waits: list[float] = []
+
+    def acquire(_blocking: bool, timeout: float = -1.0) -> bool:
+        waits.append(timeout)
+        if len(waits) == 1:  # Ctrl-C comes during this wait, and the background has its turn before
+            background = threading.Thread(target=target._close_left)
+            background.start()
+            background.join(WAIT_S)
+            raise KeyboardInterrupt
+        return False
+
+    session.lock, session.ring, session.deadline_s = SimpleNamespace(acquire=acquire), None, 1.0
+    session.closed = session._ending = session._over = False
+    session.channel = SimpleNamespace(broken="lost", close=lambda: closed.append(True))
+    session.pool, session.copying, session.unpins = SimpleNamespace(clear=lambda: None), [], []
+    session.welcome, session.session = SimpleNamespace(segment="none"), 1
+    target.session = session
+    with pytest.raises(KeyboardInterrupt):
+        target.lost("broken")
+    assert len(waits) == 1 and not closed and len(target._left) == 1
+    target._close_left()  # as the background does at its next turn
+    assert closed == [True] and not target._left
+    assert session.close() and target.close() and closed == [True], "it has ended"
+    session_module.RETIRED[:] = [old for old in session_module.RETIRED if old.segment != "none"]
 
 
 class Upgraded(Target):

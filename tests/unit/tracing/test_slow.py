@@ -8,6 +8,7 @@ import pytest
 
 from simm.tracing.slow import LINES_MAX, NAMES_MAX, WINDOW_S, SlowLog
 from simm.tracing.spans import Operation
+from tests.support.client_values import forked
 
 
 def operation(*, kept: bool = True) -> Operation:
@@ -51,3 +52,11 @@ def test_lines_are_limited_and_those_left_out_are_counted(caplog: pytest.LogCapt
 def test_a_line_has_so_many_names(caplog: pytest.LogCaptureFixture) -> None:
     SlowLog().line("a thing", 1, [(f"part {at}", 1) for at in range(NAMES_MAX + 5)])
     assert caplog.records[0].getMessage().count("part ") == NAMES_MAX
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_writes_lines_although_a_thread_of_its_parent_was_at_one() -> None:
+    slow = SlowLog()
+    with slow._lock:  # of that thread, which the child does not have
+        assert forked(lambda: slow.allow() == (True, 0)) == 0
+    assert slow.allow() == (True, 0)

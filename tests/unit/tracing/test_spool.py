@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from simm.errors import ConfigError, UsageError
 from simm.tracing import spool
 from simm.tracing.spans import Operation
 from tests.support.acl import USER, named, set_acl
+from tests.support.client_values import forked
 from tests.support.other_user import needs_root
 from tests.support.waiting import wait_until
 
@@ -331,3 +333,69 @@ def test_a_wish_that_cannot_be_is_refused(folder: Path, ratio: str, seconds: flo
 def test_what_is_asked_for_is_plain_json(folder: Path) -> None:
     spool.ask(folder, "0.01", 0, 60.0)
     assert set(json.loads((folder / TRACE_CONTROL).read_text())) == {"ratio", "slow_ms", "until"}
+
+
+# -- a disk that hangs -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_nobody_waits_for_a_thread_whose_folder_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a fork nor who uses another folder, nor the child."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    real, got, done = spool.open_folder, [], []
+
+    def hanging(path: Path) -> Path:
+        if path == folder and not goes_on.is_set():
+            hangs.set()
+            goes_on.wait()
+        return real(path)
+
+    def others() -> None:
+        done.append(forked(lambda: spool.spool_in(folder.with_name("child")).folder.is_dir()))
+        done.append(spool.spool_in(folder.with_name("other")).folder)
+
+    monkeypatch.setattr(spool, "open_folder", hanging)
+    waiting = threading.Thread(target=lambda: got.append(spool.spool_in(folder)))
+    meanwhile = threading.Thread(target=others)
+    waiting.start()
+    try:
+        assert hangs.wait(60)
+        meanwhile.start()
+        wait_until(lambda: len(done) == 2, "the others have what they want")
+    finally:
+        goes_on.set()
+        waiting.join()
+        meanwhile.join()
+    assert done == [0, folder.with_name("other")] and got == [spool.spool_in(folder)]
+
+
+@pytest.mark.parametrize("users", [1, 2])
+def test_who_leaves_does_not_write_to_a_disk_that_hangs(
+    folder: Path, users: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+    append = spool.Spool._append
+
+    def hanging(mine: spool.Spool, lines: list[bytes]) -> None:
+        hangs.set()
+        goes_on.wait()
+        append(mine, lines)
+
+    mine = spool.spool_in(folder)
+    monkeypatch.setattr(spool.Spool, "_append", hanging)
+    monkeypatch.setattr(spool, "WRITE_S", 3600.0)  # nothing is written before the end
+    for _ in range(users):
+        mine.join()
+    monkeypatch.setattr(spool, "WRITE_S", 0.01)
+    mine.recorder.add(operation())
+    leaving = threading.Thread(target=mine.leave)
+    leaving.start()
+    try:
+        assert hangs.wait(60)
+        wait_until(lambda: not leaving.is_alive(), "it has left")
+    finally:
+        goes_on.set()
+        leaving.join()
+    wait_until(lambda: len(spool.collect(folder)[0]) == 2, "once the disk goes on, it is written")
+    for _ in range(users - 1):
+        mine.leave()
