@@ -19,6 +19,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 from ..arena.layout import HEADER_BYTES, HEADER_WORDS, Geometry, State, Word
@@ -43,11 +44,20 @@ PAGE_KEYS: Final = 32
 #: For each queue pair: a page that is being filled, one that is being examined, and one that is posted next.
 PAGES_PER_QUEUE_PAIR: Final = 3
 QUEUE_PAIRS_MAX: Final = 8
+#: RDMA_CONNECTs of one connection, in vain or not: the endpoint closes it at one more (docs/protocol.md).
+CONNECTS_MAX: Final = 64
 #: A pair of rails that did not work is tried last for so long, seconds. In networks of separate rails each connection
 #: that is made in the middle of a call would find that out anew.
 FAILED_S: Final = 60.0
+#: Once a pair works and another one does not, further ones are begun only in this share of the time for opening. Of
+#: those that failed lately one of each rail is. What nobody answers takes a while, and at the end of the time the
+#: connection is lost with all links. A pair that was begun after this share is not filed as failed for that end.
+MORE_LINKS: Final = 0.5
+#: Once a pair works, a further one has all but this share of the time that is left. If none has failed, more are begun
+#: after MORE_LINKS as long as this share has room for the slowest so far: a connection keeps its links for its life.
+SPARED: Final = 0.25
 #: Interrupts that closing a connection puts up with.
-_CLOSE_TRIES: Final = 100
+CLOSE_TRIES: Final = 100
 
 _SETS_BYTES: Final = 2 * SET_BYTES
 _IMAGES_AT: Final = PAGE_KEYS * _SETS_BYTES
@@ -195,24 +205,51 @@ class RdmaConnection:
         reasons: list[str] = []
         arena: RemoteArena | None = None
         count = len(opened.rails)
+        pairs: list[tuple[int, int, Rail, int, int]] = []
+        now = time.monotonic()
         for number, rail in enumerate(list(fabric.rails)[:QUEUE_PAIRS_MAX]):
             lkey = self._scratch.registration.lkey(rail)
             if lkey is None:
                 reasons.append(f"{rail.name}: its scratch memory cannot be registered")
                 continue
-            now = time.monotonic()
-            steps = sorted(
-                ((number + turn + step) % count for step in range(count)),
-                key=lambda theirs: failed.get((rail.name, theirs), 0.0) > now,
-            )
-            for theirs in steps:
-                try:
-                    arena = self._pair(rail, theirs, lkey, opened, arena, known, until)
-                    failed.pop((rail.name, theirs), None)
-                    break
-                except FabricError as exc:
-                    reasons.append(f"{rail.name} to {opened.rails[theirs].name}: {exc}")
+            steps = [(number + turn + step) % count for step in range(count)]
+            tried = {theirs: until_s for theirs in steps if (until_s := failed.get((rail.name, theirs), 0.0)) > now}
+            fresh = [theirs for theirs in steps if theirs not in tried]
+            pairs += ((len(tried) + step, number, rail, lkey, theirs) for step, theirs in enumerate(fresh))
+            again = sorted(tried, key=tried.__getitem__)  # the one that failed longest ago may work by now
+            pairs += ((2 * count + step, number, rail, lkey, theirs) for step, theirs in enumerate(again))
+        # In rounds: a rail that reaches none of theirs would use up all tries, or all time, before the others had one.
+        # The connections that follow go on with these rounds, as each has time for some pairs only.
+        pairs.sort(key=itemgetter(0, 1))
+        tries = CONNECTS_MAX
+        linked: set[int] = set()
+        vain, slowest = False, 0.0
+        more_until = now + (until - now) * MORE_LINKS
+        for step, number, rail, lkey, theirs in pairs:
+            if number in linked:
+                continue
+            begun = time.monotonic()
+            late = begun >= more_until and (vain or slowest > (until - begun) * SPARED)
+            if linked and (late or step > 2 * count):
+                reasons.append("other pairs were not tried, as one works")
+                break
+            if not tries:
+                reasons.append(f"other pairs were not tried after {CONNECTS_MAX}")
+                break
+            tries -= 1
+            try:
+                its_end = until - (until - begun) * SPARED if linked else until
+                arena = self._pair(rail, theirs, lkey, opened, arena, known, its_end)
+                failed.pop((rail.name, theirs), None)
+                linked.add(number)
+                slowest = max(slowest, time.monotonic() - begun)
+            except (FabricError, DeadlineError) as exc:
+                reasons.append(f"{rail.name} to {opened.rails[theirs].name}: {exc}")
+                vain = True
+                if isinstance(exc, FabricError) or begun < more_until:  # else it may just have come too late
                     failed[rail.name, theirs] = time.monotonic() + FAILED_S
+                if not isinstance(exc, FabricError):  # the channel is broken, too
+                    raise
         if arena is None:
             raise TransportError("no pair of rails works: " + ("; ".join(reasons) or "this host has no rails"))
         for reason in reasons:
@@ -354,7 +391,7 @@ class RdmaConnection:
             except BaseException as exc:
                 # Whatever a signal's handler raises is raised when this is over.
                 tries += 1
-                if isinstance(exc, FabricError) or tries == _CLOSE_TRIES:
+                if isinstance(exc, FabricError) or tries == CLOSE_TRIES:
                     # What cannot be destroyed may still write: its memory, and the caller's, must not be given back.
                     log.critical("a queue pair cannot be closed: %s", exc)
                     self.channel.close()  # the other end can be

@@ -19,7 +19,7 @@ from ..net.allowance import allowed
 from ..rdma.api import FabricError, Op
 from ..rdma.remote_arena import OP_BYTES_MAX
 from ..rdma.staging import BLOCK_BYTES, StagingBuffer
-from .rdma_connection import PairedLink, RdmaConnection
+from .rdma_connection import CLOSE_TRIES, PairedLink, RdmaConnection
 from .rdma_pool import Hold, RdmaPath
 
 log = logging.getLogger("simm.client")
@@ -124,11 +124,34 @@ class Transfer:
         except PeerError as exc:
             failure = str(exc)
         finally:
+            # An interrupt may come before it has begun, and others after that one. Nothing is called outside of try.
+            interrupted: BaseException | None = None
+            tries = 0
             try:
-                self._end(hold, failure)
-            except BaseException:
-                self._end(hold, failure)  # the interruption may have come before it began
+                while True:
+                    try:
+                        self._end(hold, failure)
+                        break
+                    except FabricError:
+                        raise
+                    except BaseException as exc:
+                        interrupted = exc if interrupted is None else interrupted
+                        tries += 1
+                        if tries == CLOSE_TRIES:
+                            raise
+            except FabricError:
                 raise
+            except BaseException:
+                # The interpreter takes signals where the loop begins again, too, which no handler in it sees. What is
+                # left is a further one, in this handler or between two of these lines, after one that came there.
+                interrupted = None  # see below
+                self._end(hold, failure)
+                raise
+            if interrupted is not None:
+                try:
+                    raise interrupted
+                finally:
+                    del interrupted  # else the exception and this frame hold each other, and with them the connection
         left = self.left_over(positions, failure is None) if begun else list(positions)
         count = len(left)
         counters["rdma_fallbacks"] += count

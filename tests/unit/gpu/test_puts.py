@@ -48,7 +48,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     note(WorkerSession, "wake", "wake")
     note(copy, "_carry_out", "copy")
     note(put, "_obtain", "wait")
-    note(put, "_commit", "commit")
+    note(put, "commit", "commit")
     note(WorkerSession, "commit_one", "commit")
     return seen
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,18 +15,22 @@ import pytest
 
 from simm.arena.reader import ArenaReader
 from simm.constants import VALUE_BYTES_MAX
-from simm.errors import UsageError
+from simm.errors import DeadlineError, TransportError, UsageError
 from simm.kv import BlockView, Store, deregister_mr, register_mr, set_flag
 from simm.rdma import registration
-from simm.rdma.api import Absence
+from simm.rdma.api import Absence, FabricError
+from simm.sdk import rdma_connection
 from simm.sdk.batch import NoValue
+from simm.sdk.rdma_connection import RdmaConnection
 from simm.sdk.tcp import TcpPath
+from simm.server import rdma_lease
 from tests.support.client_checks import check_staging
 from tests.support.consistency import check
 from tests.support.dose import dose, dosed
 from tests.support.fake_cluster import ALL
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, leave_alone, path_of, until_rdma
 from tests.support.waiting import wait_until
+from tests.support.worker_thread import WAIT_S
 
 MIB = 1 << 20
 
@@ -391,6 +398,128 @@ def test_two_clients_share_one_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
         assert third.get_into("b", sink) == 3000
         assert third.put("c", span)  # registered anew, with the new fabric
         assert third.get("c") == b"y" * 3000
+
+
+@pytest.mark.parametrize("working", [7, 0])
+def test_one_of_many_rails_that_works_is_found(monkeypatch: pytest.MonkeyPatch, working: int) -> None:
+    """The endpoint ends a connection that asks for a 65th pair, and the rails in vain could use up twice as many."""
+    monkeypatch.setattr(rdma_lease, "ARP_ANSWER_S", 0.0)
+    names = [f"s{number}" for number in range(16)]
+    with FakeRdmaCluster(monkeypatch, rails=names, mine=[f"c{number}" for number in range(8)]) as cluster:
+        client = cluster.rdma(deadline_s=30.0)
+        path = path_of(client)
+        rails = cluster.fabrics[0].fakes
+        cluster.network.silent.update(rail.gid for number, rail in enumerate(rails) if number != working)
+        path._failed.clear()
+        path.drop("again")
+        until_rdma(client)
+        connection = path.acquire(time.monotonic() + WAIT_S)
+        assert [link.rail.name for link in connection.links] == [f"c{working}"]
+        assert client.put("k", b"value") and client.get("k") == b"value" and not connection.broken
+        path.release(connection)
+
+
+@pytest.mark.parametrize(
+    ("reaches", "vain_s", "most"),
+    [({7: range(16)}, 30, 1), ({0: range(16)}, 30, 1), ({0: [2], 7: [5]}, 30, 4), ({6: [3]}, 30, 13),
+     ({7: range(16)}, 70, 2)],
+)  # fmt: skip
+def test_rails_that_reach_nobody_do_not_use_up_the_time_for_opening(
+    monkeypatch: pytest.MonkeyPatch, reaches: dict[int, Sequence[int]], vain_s: int, most: int
+) -> None:
+    """Each pair in vain took 0.3 of 3 s, and at their end a connection that had a link was lost, and all later ones.
+
+    On a clock of its own, by which all takes a hundred times as long.
+    """
+    names = [f"s{number}" for number in range(16)]
+    with FakeRdmaCluster(monkeypatch, rails=names, mine=[f"c{number}" for number in range(8)]) as cluster:
+        path = path_of(cluster.rdma())
+        passed = [0.0]
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+        connect = RdmaConnection._pair
+
+        def pair(self: RdmaConnection, rail: Any, theirs: int, *more: Any) -> Any:
+            if theirs in reaches.get(int(rail.name[1:]), ()):
+                return connect(self, rail, theirs, *more)
+            passed[0] += vain_s
+            if clock.monotonic() >= until:
+                self.channel.fail("deadline passed while waiting for a reply", DeadlineError)
+            raise FabricError("nobody answers")
+
+        monkeypatch.setattr(rdma_connection, "time", clock)
+        monkeypatch.setattr(rdma_connection, "FAILED_S", 6000.0)
+        monkeypatch.setattr(RdmaConnection, "_pair", pair)
+        path._failed.clear()
+        path._turn = 0
+        for attempt in range(1, most + 1):
+            until = clock.monotonic() + 300.0
+            try:
+                connection = path._open(until)
+                break
+            except TransportError:
+                assert attempt < most, "all of them were in vain"
+        assert {int(link.rail.name[1:]) for link in connection.links} <= reaches.keys()
+        assert connection.links and clock.monotonic() < until - 60.0, "time is left for what follows"
+        connection.close()
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, pair_s: Callable[[int], int]) -> SimpleNamespace:
+    """Let each pair take so many seconds, by the number of their rail; negative: and not work. Return the clock.
+
+    It is a clock of its own, by which all takes a hundred times as long. ``until``: the time for opening ends then.
+    """
+    connect, passed = RdmaConnection._pair, [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], until=0.0)
+
+    def pair(self: RdmaConnection, rail: Any, theirs: int, *more: Any) -> Any:
+        took = pair_s(theirs)
+        passed[0] += abs(took)
+        if clock.monotonic() >= clock.until:
+            self.channel.fail("deadline passed while waiting for a reply", DeadlineError)
+        if took < 0:
+            raise FabricError("nobody answers")
+        return connect(self, rail, theirs, *more)
+
+    monkeypatch.setattr(rdma_connection, "time", clock)
+    monkeypatch.setattr(RdmaConnection, "_pair", pair)
+    return clock
+
+
+@pytest.mark.parametrize(("pair_s", "left_s", "links"), [(25, 300, 8), (25, 240, 6), (60, 300, 3), (25, 2000, 8)])
+def test_a_connection_with_little_time_has_as_many_links_as_that_is_enough_for(
+    monkeypatch: pytest.MonkeyPatch, pair_s: int, left_s: int, links: int
+) -> None:
+    """It got those of half the time, and kept them for its life."""
+    names = [f"r{number}" for number in range(8)]
+    with FakeRdmaCluster(monkeypatch, rails=names, mine=names) as cluster:
+        path = path_of(cluster.rdma())
+        clock = slowly(monkeypatch, lambda _theirs: pair_s)
+        path._failed.clear()
+        clock.until = clock.monotonic() + left_s
+        connection = path._open(clock.until)
+        assert len(connection.links) == links and not path._failed
+        connection.close()
+
+
+def test_a_pair_that_the_time_was_not_enough_for_is_tried_first_by_the_next_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It works, and was put last for a minute, as the one before had used up the time."""
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c",)) as cluster:
+        path = path_of(cluster.rdma())
+        clock = slowly(monkeypatch, lambda theirs: 130 if theirs else -180)
+        monkeypatch.setattr(rdma_connection, "FAILED_S", 6000.0)
+        path._failed.clear()
+        path._turn = 0
+        clock.until = clock.monotonic() + 300.0
+        with pytest.raises(TransportError):
+            path._open(clock.until)
+        assert [theirs for _, theirs in path._failed] == [0]
+        path._turn = 0
+        clock.until = clock.monotonic() + 300.0
+        connection = path._open(clock.until)
+        assert [link.region_map.rail for link in connection.links] == [1]
+        connection.close()
 
 
 def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -164,8 +166,10 @@ def test_no_interrupt_of_the_end_of_a_path_leaves_a_call_that_waits_for_it() -> 
     assert everywhere(close, check, MODULES) > 20
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("late", ["lose", "_end", "_uncount"])
-def test_a_second_interrupt_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+def test_further_interrupts_leave_nothing_in_flight(monkeypatch: pytest.MonkeyPatch, late: str, times: int) -> None:
+    """Of the third one a connection's room was lost, and the staging blocks of its call."""
     path = Up()
     run(path)
     hit: list[int] = []
@@ -173,9 +177,9 @@ def test_a_second_interrupt_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyP
     real = getattr(whose, late)
 
     def interrupted(*arguments: Any) -> Any:
-        if not hit:
+        if len(hit) < times:
             hit.append(1)
-            raise Interrupted
+            raise Interrupted(len(hit))
         return real(*arguments)
 
     def first(self: Any, positions: Any) -> Any:
@@ -185,11 +189,66 @@ def test_a_second_interrupt_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Moving, "carry_out", first)
     monkeypatch.setattr(whose, late, interrupted)
     transfer = Moving()
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted, match=r"^1$"):
         run(path, transfer)
-    assert hit
+    assert len(hit) == times
     assert transfer.links_seen == [], "its queue pairs are closed"
     path.check()
+
+
+def test_an_interrupt_as_the_clean_up_begins_again_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython runs handlers at a loop's end, too, which no handler within the loop sees."""
+    path = Up()
+    run(path)
+    code = Transfer.run.__code__
+    ends = {each.offset for each in dis.get_instructions(code) if each.opname.startswith("JUMP_BACKWARD")}
+    assert ends
+    hit: list[int] = []
+    real = Transfer._end
+
+    def first(self: Transfer, *arguments: Any) -> None:
+        if not hit:
+            hit.append(1)
+            raise Interrupted(1)
+        real(self, *arguments)
+
+    def look(frame: Any, event: str, _: object) -> Any:
+        if frame.f_code is code:
+            frame.f_trace_opcodes = True
+            if event == "opcode" and frame.f_lasti in ends and len(hit) == 1:
+                hit.append(2)
+                raise Interrupted(2)
+        return look
+
+    monkeypatch.setattr(Transfer, "_end", first)
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with pytest.raises(Interrupted):
+            run(path)
+    finally:
+        sys.settrace(before)
+    assert hit == [1, 2]
+    path.check()
+
+
+def test_a_queue_pair_that_cannot_be_closed_ends_the_clean_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is not given back: what cannot be destroyed may still write."""
+    path = Up()
+    tries: list[int] = []
+
+    def lose(*_: Any) -> None:
+        tries.append(1)
+        raise FabricError("cannot be destroyed")
+
+    def first(self: Any, positions: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Moving, "carry_out", first)
+    monkeypatch.setattr(path, "lose", lose)
+    with pytest.raises(FabricError):
+        run(path)
+    assert len(tries) == 1 and len(path.staging._free) < path.staging._made
 
 
 @pytest.mark.parametrize("what", ["a connection", "a block"])
