@@ -34,7 +34,7 @@ from ..wire import messages as M
 from ..wire.messages import Status
 from ..wire.shard_set import FROZEN
 from .batch import MISS, UNAVAILABLE, Answer, Batch, NoValue, Sink, View, answer_of, is_hit, misfit, view_of_answer
-from .ops.owners import COPY_KEYS, Owners, exist_in, holds_in
+from .ops.owners import COPY_KEYS, Owners, exist_in, holds_in, leave_open
 from .remote_reads import Observe, RemoteReads
 from .routing import Routes
 from .worker_path import Target
@@ -248,9 +248,7 @@ class Gets(ShmGet):
 
     # -- many keys ------------------------------------------------------------------------------------
 
-    def read_many(
-        self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None = None
-    ) -> list[Any]:
+    def read_many(self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None = None) -> list[Any]:
         """Read many values; return an answer for each. ``patience``: of the call that this belongs to."""
         if self.checksum and sinks and isinstance(sinks[0], Ranges):
             return self._read_checked(digests, sinks, patience)
@@ -258,9 +256,7 @@ class Gets(ShmGet):
         self._owners.read(batch, self._read_in, self._remote.read, self._settle)
         return batch.results
 
-    def _read_checked(
-        self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None
-    ) -> list[Any]:
+    def _read_checked(self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None) -> list[Any]:
         """Read ranges out of values whose checksums must be checked: each value as a whole, one at a time."""
         if patience is None:
             with self._routes.patience() as patience:
@@ -409,6 +405,8 @@ class Gets(ShmGet):
             target, routes.table(), lambda position: shard_of(digests[position]), hops=hops,
             connected=routes.manager_connected(),
         )  # fmt: skip
+        # Also those that nobody else can be asked for: the servers may know a newer map than this client.
+        leave_open(unresolved.not_owner + unresolved.at_owner + [at for at, *_ in unresolved.at_previous_owner], batch)
         if found.refresh:
             routes.refresh()
         for previous, positions in found.at_previous.items():
@@ -425,6 +423,7 @@ class Gets(ShmGet):
     def _ask(self, target: Target, batch: Batch, unresolved: Unresolved) -> None:
         """Ask the owner what its shard words do not say."""
         asked = unresolved.ask_owner
+        leave_open([position for position, _ in asked], batch)
         session = target.session
         if session is None:
             count = len(asked)
@@ -440,6 +439,7 @@ class Gets(ShmGet):
                 batch.late.update(position for position, _ in asked[len(entries) :])
             self._routes.session_failed(target, session, exc)
         for each, (status, _flags, _length, _crc, epoch, _pin) in zip(asked, entries):
+            batch.results[each[0]] = MISS
             unresolved.answered(each, status, epoch)
 
     def _start_over(self, owner: Target, positions: list[int], batch: Batch, hops: int) -> None:
@@ -492,13 +492,14 @@ class Gets(ShmGet):
         return MISS
 
     def _read_previous(self, target: Target, positions: list[int], batch: Batch) -> None:
-        """Read at the previous owner, which the owner has named. Not counted."""
+        """Read at the previous owner, which the owner has named. It knows no more once it has released. Not counted."""
         results, digests = batch.results, batch.digests
         reader = target.arena()
         if reader is not None:
             for position in positions:
                 if batch.sinks is None:
-                    results[position] = int(reader.contains_previous(digests[position]))
+                    there = reader.contains_previous(digests[position])
+                    results[position] = 1 if there else MISS if reader.shard_word(digests[position]) else UNAVAILABLE
                 else:
                     results[position] = self._copy(reader, batch, position, reader.confirm_previous)
         elif batch.sinks is not None:
@@ -516,6 +517,16 @@ class Gets(ShmGet):
         if len(digests) < VECTOR_KEYS or not self._owners.find(batch, self._settle):
             self._owners.read(batch, self._exist_in, self._remote.exist, self._settle)
         return batch.results if batch.plain else [got == 1 for got in batch.results]
+
+    def look_many(self, digests: Sequence[bytes], patience: Patience | None = None) -> list[int]:
+        """Return for each key 1 if it is stored, MISS, or UNAVAILABLE if nobody knows. Not counted in arenas.
+
+        Servers count it as exists. One exchange with each. ``patience`` as in :meth:`read_many`.
+        """
+        batch = Batch(digests, None, patience, counted=False)
+        batch.results = [UNAVAILABLE] * len(digests)  # of keys whose owner is not asked
+        self._owners.read(batch, self._exist_in, self._remote.exist, self._settle)
+        return [got if got == UNAVAILABLE else 1 if got == 1 else MISS for got in batch.results]
 
     def _exist_in(
         self, _target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, _: NDArray[np.intp] | None

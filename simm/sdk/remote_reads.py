@@ -33,6 +33,9 @@ STAGED_BYTES: Final = 64 << 20
 #: With these a server has found an entry, whose flags it names.
 _LOOKED_AT: Final = frozenset((Status.OK, Status.TOO_LARGE, Status.OUT_OF_RANGE))
 
+#: What a status says of a key. By all others nobody knows whether it is there: that is UNAVAILABLE.
+_KNOWN: Final[dict[int, int]] = {Status.OK: 1, Status.NOT_FOUND: MISS}
+
 #: Takes note of a get: path, keys, bytes, seconds (``sdk/ops/load_time.py``).
 Observe = Callable[[str, int, int, float], None]
 
@@ -264,11 +267,12 @@ class RemoteReads:
     def exist_previous(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[None]:
         """Find out whether a previous owner has the keys."""
         tcp = target.tcp
+        answers: Sequence[tuple[int, int]] = ()
         if tcp is not None:
             wanted = [batch.digests[position] for position in positions]
             answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted, previous=True))
-            for position, (status, _) in zip(positions, answers):
-                batch.results[position] = int(status == Status.OK)
+        for position, (status, _) in zip(positions, answers or [(Status.UNAVAILABLE, 0)] * len(positions)):
+            batch.results[position] = _KNOWN.get(status, UNAVAILABLE)
 
     def _exist_tcp(
         self, target: Target, positions: Sequence[int], batch: Batch, unresolved: Unresolved, until: float
@@ -278,20 +282,22 @@ class RemoteReads:
         if tcp is None:
             count = len(positions)
             self.counters["outages"] += count
+            for position in positions:
+                results[position] = UNAVAILABLE
             return
         asking: list[int] = []
         wanted = [digests[position] for position in positions]
         statuses = yield from self._routes.call_tcp(target, tcp, tcp.exists(wanted, until))
-        for position, status in zip(positions, statuses):
-            results[position] = int(status == Status.OK)
+        for position, status in zip(positions, statuses or [Status.UNAVAILABLE] * len(positions)):
+            results[position] = _KNOWN.get(status, UNAVAILABLE)
             if status == Status.PREVIOUS:  # only FETCHED says of which move
                 asking.append(position)
             else:
                 unresolved.by_status(position, status, 0)
         wanted = [digests[position] for position in asking]
         answers = (yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted))) if asking else []
-        for position, (status, since) in zip(asking, answers):
-            results[position] = int(status == Status.OK)
+        for position, (status, since) in zip(asking, answers or [(Status.UNAVAILABLE, 0)] * len(asking)):
+            results[position] = _KNOWN.get(status, UNAVAILABLE)
             unresolved.by_status(position, status, since)
 
     def _by_rdma(self, rdma: RdmaPath, positions: Sequence[int], batch: Batch) -> Steps[tuple[list[int], float]]:

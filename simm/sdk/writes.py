@@ -10,7 +10,8 @@ acknowledged the new map. If a server dies, the mutation fails at once: whether 
 is known not to be sent goes to another owner, if the map names one by then: who leaves has given its shards away.
 
 A stream without room for a value drops its bytes at once, as it cannot wait for one client. So the client sends that
-value again, for as long as a put through shared memory waits for room (``ipc/grant_pool.py``).
+value again, for as long as a put through shared memory waits for room (``ipc/grant_pool.py``). Attempts of MAKING_S and
+more do not count as time, as the worker may be making room; the client ends after ROOM_ASKS of them.
 
 Of a duplicate key in a batch of puts only the last value is retried. Otherwise the earlier one could be stored after
 it. Of all other mutations each is retried: two deletes of a key may want values of two sizes, and two groups may begin
@@ -34,7 +35,7 @@ from ..host.buffers import Copier, DeviceBuffer, Pieces, Span
 from ..host.parts import HOST_TYPES, checksum, has_device, host_pieces, on_device
 from ..ipc.answer_wait import AnswerWait, forsake, take
 from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
-from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, room_of_call
+from ..ipc.grant_pool import MAKING_S, ROOM_AGAIN_S, ROOM_ASKS, ROOM_WAIT_S, room_of_call
 from ..ipc.patience import Patience
 from ..ipc.put import NOT_SENT, ShmPut
 from ..ipc.steps import Steps, finish
@@ -406,23 +407,28 @@ class Puts:
         last = {batch.digests[position]: position for position in entries}
         began = time.monotonic()
         left_s = allowed(tcp.deadline_s)  # half of it stays for the last attempt
-        wait_s = min(ROOM_WAIT_S, batch.room.left_s, left_s / 2)
-        over = began + wait_s
+        over = began + min(batch.room.left_s, left_s / 2)
         pause, longest = SEND_AGAIN_S
+        makes, making_s = 0, 0.0  # attempts after which room is being made, or whose bytes take long, and their time
         while True:
             entries = {
                 position: entry for position, entry in entries.items()
                 if batch.statuses[position] == Status.NO_SPACE and last[batch.digests[position]] == position
             }  # fmt: skip
-            if not entries or time.monotonic() < tcp.no_wait_until or not target.bulk:
+            asked = time.monotonic()
+            if not entries or asked < tcp.no_wait_until or not target.bulk:
                 break
-            if time.monotonic() + pause > over:
-                if wait_s >= ROOM_WAIT_S:  # a call with less to wait has not found out that no room comes
-                    tcp.no_wait_until = time.monotonic() + ROOM_AGAIN_S
+            # A call with less to wait has not found out that no room comes.
+            in_vain = makes >= ROOM_ASKS or asked + pause - began - making_s > ROOM_WAIT_S
+            if in_vain or asked + pause > over:
+                if in_vain:
+                    tcp.no_wait_until = asked + ROOM_AGAIN_S
                 break
             time.sleep(pause)
-            pause = min(2 * pause, longest)
             yield from self._store_tcp(target, tcp, entries, batch, began + left_s)
+            if (took := time.monotonic() - asked) - pause >= MAKING_S:
+                makes, making_s = makes + 1, making_s + took
+            pause = min(2 * pause, longest)
         waited = time.monotonic() - began
         batch.room.take(waited, in_vain=bool(entries))
         spend(waited)

@@ -36,7 +36,7 @@ log = logging.getLogger("simm.client")
 
 #: From this many keys of an arena on, one pass over columns copies them faster than a loop, which needs no slots.
 COPY_KEYS: Final = 48
-#: Positions of a batch by target.
+#: Positions of a batch by target. They ascend, as those of a second look need not.
 _Groups = Collection[tuple[Target | None, Sequence[int]]]
 #: Reads the keys at these positions in an arena that is mapped, given their slots if they are known, and counts those
 #: that it does not return.
@@ -280,7 +280,10 @@ class Owners:
 
 
 def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, observed: bool) -> Unresolved:
-    """Find out which keys one arena has, and count them. ``observed``: note how long that takes, too."""
+    """Find out which keys one arena has, and count them, if the batch is counted.
+
+    ``observed``: note how long that takes, too. O(keys).
+    """
     unresolved = Unresolved()
     digests = batch.digests
     whole = len(positions) == len(digests)
@@ -300,15 +303,16 @@ def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, obs
         if moving.tobytes().count(1):  # faster than numpy's any
             places = np.flatnonzero(~there & moving)
             open_ = list(zip(places.tolist(), words[places].tolist()))
-    counts = reader.counts
-    if observed:
-        observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
-    absent = len(hits) - found  # no call while counting
-    if absent:
-        gone = [at for at, hit in enumerate(hits) if not hit]
-        reader.missed(wanted[gone[len(gone) // 2]])
-    counts[FOUND] += found
-    counts[NOT_FOUND] += absent
+    if batch.counted:
+        counts = reader.counts
+        if observed:
+            observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
+        absent = len(hits) - found  # no call while counting
+        if absent:
+            gone = [at for at, hit in enumerate(hits) if not hit]
+            reader.missed(wanted[gone[len(gone) // 2]])
+        counts[FOUND] += found
+        counts[NOT_FOUND] += absent
     if whole:
         batch.results = hits
     else:
@@ -316,7 +320,7 @@ def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, obs
             batch.results[position] = hit
     for at, word in open_:
         if not 0 < word < PLAIN_BELOW:
-            unresolved.by_word(positions[at], word)
+            unresolved.by_word(at if whole else positions[at], word)  # a second look's need not ascend
     batch.plain = whole and not unresolved
     return unresolved
 
@@ -350,6 +354,13 @@ def holds_in(
             reader.visited[entry.slot] = 1
             results[position] = 1
     return Unresolved()
+
+
+def leave_open(positions: Sequence[int], batch: Batch) -> None:
+    """Note keys of which nobody has said yet whether they are stored. To a read they are misses until then."""
+    if batch.sinks is None:
+        for position in positions:
+            batch.results[position] = UNAVAILABLE
 
 
 def count_moved(counts: memoryview, got: Answer, *, late: bool) -> None:

@@ -183,12 +183,10 @@ class Replicas:
         left: set[int] = set()
         last = {digest: position for position, digest in enumerate(digests)}
         with self._routes.patience() as patience:
-            found = self._gets.read_many(copies, [memoryview(bytearray(1)) for _ in copies], patience)
-            absent = found.count(MISS)
-            self.counters["misses"] -= absent
+            found = self._gets.look_many(copies, patience)
             for position, digest in enumerate(digests):
                 mine = found[self._all_of(position)]
-                if UNAVAILABLE in mine and any(got not in (MISS, UNAVAILABLE) for got in mine):
+                if UNAVAILABLE in mine and 1 in mine:
                     left.add(position)
                 if last[digest] != position or (refuse and position in left):
                     continue
@@ -197,26 +195,26 @@ class Replicas:
                 values += [sources[position]] * (len(puts) - first)
                 puts_of[position] = slice(first, len(puts))
             stored = self._puts.store(puts, values, patience) if puts else []
-        new = {copy for copy, status in zip(puts, stored) if status == Status.OK}
-        old: list[bytes] = []
-        old_of: list[int] = []
-        for position, at in puts_of.items():
-            answers = stored[at]
-            if Status.OK not in answers:
-                statuses[position] = Status.UNAVAILABLE if Status.UNAVAILABLE in answers else answers[0]
-                continue
-            every = self._all_of(position)
-            unseen = {copy for copy, got in zip(copies[every], found[every]) if got == UNAVAILABLE}
-            statuses[position] = Status.UNAVAILABLE if position in left and unseen - new else Status.OK
-            if answers.count(Status.OK) < len(answers):
-                self.counters["single_copies"] += 1
-            for copy, got in zip(copies[every], found[every]):
-                if got not in (MISS, UNAVAILABLE) and copy not in new:
-                    old.append(copy)
-                    old_of.append(position)
-        for position, status in zip(old_of, self._puts.delete(old) if old else ()):
-            if status not in (Status.OK, Status.NOT_FOUND):
-                statuses[position] = Status.UNAVAILABLE
+            new = {copy for copy, status in zip(puts, stored) if status == Status.OK}
+            old: list[bytes] = []
+            old_of: list[int] = []
+            for position, at in puts_of.items():
+                answers = stored[at]
+                if Status.OK not in answers:
+                    statuses[position] = Status.UNAVAILABLE if Status.UNAVAILABLE in answers else answers[0]
+                    continue
+                every = self._all_of(position)
+                unseen = {copy for copy, got in zip(copies[every], found[every]) if got == UNAVAILABLE}
+                statuses[position] = Status.UNAVAILABLE if position in left and unseen - new else Status.OK
+                if answers.count(Status.OK) < len(answers):
+                    self.counters["single_copies"] += 1
+                for copy, got in zip(copies[every], found[every]):
+                    if got == 1 and copy not in new:
+                        old.append(copy)
+                        old_of.append(position)
+            for position, status in zip(old_of, self._puts.delete(old) if old else ()):
+                if status not in (Status.OK, Status.NOT_FOUND):
+                    statuses[position] = Status.UNAVAILABLE
         statuses = [statuses[last[digest]] for digest in digests]
         self._puts.count(digests, statuses)
         return statuses
@@ -274,15 +272,23 @@ class Replicas:
     def read_copies(self, digest: bytes, size: int) -> list[tuple[Any, bytearray]]:
         """Read all copies of a value of ``size`` bytes, the primary first; return for each the answer and the bytes.
 
-        The answers are those of :meth:`Gets.read_many`, and no misses are counted. One exchange with each server.
+        The answers are those of :meth:`Gets.read_many`. What is not there is not read, so no misses are counted, but
+        for a copy dropped in between. That one is UNAVAILABLE, as it may also have moved. One exchange with each server
+        to look, and one with those that have a copy.
         """
         self._routes.target(digest)  # makes the router after a fork
         copies = self._copies([digest])
         rooms = [bytearray(size) for _ in copies]
         with self._routes.patience() as patience:
-            answers = self._gets.read_many(copies, [memoryview(room) for room in rooms], patience)
-        misses = answers.count(MISS)
-        self.counters["misses"] -= misses
+            answers: list[Any] = list(self._gets.look_many(copies, patience))
+            there = [at for at, got in enumerate(answers) if got == 1]
+            if there:
+                sinks = [memoryview(rooms[at]) for at in there]
+                read = self._gets.read_many([copies[at] for at in there], sinks, patience)
+                misses = read.count(MISS)  # dropped in between, or the shard has moved
+                self.counters["misses"] -= misses
+                for at, got in zip(there, read):
+                    answers[at] = UNAVAILABLE if got == MISS else got
         return list(zip(answers, rooms))
 
     def stored_many(self, digests: Sequence[bytes], patience: Patience | None = None) -> list[bool]:

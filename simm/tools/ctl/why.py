@@ -17,6 +17,8 @@ from .tables import Row
 MUCH: Final = 0.1
 #: From this hit ratio on nothing is wrong.
 GOOD: Final = 0.5
+#: Keys that puts of two copies look for, for each copy that they put: five for two copies at the least, or for one.
+LOOKS: Final = (2, 5)
 
 
 class Finding(NamedTuple):
@@ -66,10 +68,17 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
         failed += _causes(workers)
     many = row["put_failures"] > MUCH * tried
     remedy = "more memory, a larger quota, or fewer pins; `simm ctl clients`"
-    if not gets and not row["exists"]:
+    exists = row["exists"]
+    # Servers cannot tell looks of puts from others. Those that are as many as puts need say nothing of gets.
+    looks = LOOKS[0] * tried <= exists <= LOOKS[1] * tried and row["exists_evicted"] <= MUCH * exists
+    if not gets and (not exists or looks):
         if failed:
             yield Finding(name, failed, remedy, bad=many)
-        if row["clients"] or puts:
+        if exists:
+            yield Finding(name, f"{exists:,} keys looked for, none got, and {puts:,} values put: puts of two copies "
+                          "look for as many", "with replicas=2 nobody may have asked for any; else do all engines have "
+                          "one model, page size, tensor parallelism and hash seed?", bad=False)  # fmt: skip
+        elif row["clients"] or puts:
             yield Finding(name, f"{puts:,} values were put, and no client of this host has asked for any",
                           "does the engine look them up? Check its log for the storage backend", bad=False)  # fmt: skip
         return
@@ -79,7 +88,7 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
         if failed:
             yield Finding(name, failed, remedy, bad=many)
         return
-    asked = f"{row['hits']:,} of {gets:,} gets were hits" if gets else f"{row['exists']:,} keys looked for, none got"
+    asked = f"{row['hits']:,} of {gets:,} gets were hits" if gets else f"{exists:,} keys looked for, none got"
     misses: dict[str, int] = row["misses"]
     if misses["wrong_size"] > MUCH * gets:
         yield Finding(name, f"{asked}, and {misses['wrong_size']:,} values had another size than the buffer",
@@ -103,7 +112,7 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
     if failed:
         yield Finding(name, f"{asked}; {failed}", remedy, bad=many)
     gone = misses["evicted"] + row["exists_evicted"]
-    if gone > MUCH * (gets + row["exists"]):
+    if gone > MUCH * (gets + exists):
         yield Finding(name, f"{asked}; about {gone:,} of the keys that were asked for had been there and were evicted",
                       "more memory; docs/eviction.md on policies")  # fmt: skip
         return

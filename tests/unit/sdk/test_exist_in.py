@@ -13,7 +13,7 @@ from simm.arena.store import Store
 from simm.ipc.counts import FOUND, NOT_FOUND
 from simm.sdk.batch import Batch
 from simm.sdk.ops.owners import exist_in
-from simm.wire.shard_set import FROZEN
+from simm.wire.shard_set import FROZEN, MOVING
 from tests.support.store_world import new_segment, remove_segment
 
 digest_of = Hasher("exist")
@@ -71,3 +71,25 @@ def test_a_batch_answers_as_few_keys_at_a_time(
     assert sum(few[2]) == count and (words == (5,)) == (not any(few[1]))
     if words == (5,):
         assert few[0] == [bool(number % 2) for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, EACH_KEYS, 500])
+def test_issue_a_second_look_at_all_keys_in_another_order_leaves_the_right_ones(
+    arena: tuple[Store, ArenaReader], count: int
+) -> None:
+    """It took the place of each open key for another one's: a stored key was not known then, and an open one a miss."""
+    store, reader = arena
+    digests = [digest_of(f"{number}") for number in range(count)]
+    for shard in range(len(store.shards)):
+        store.shards[shard] = MOVING | 7
+    stored = range(0, count, 2)
+    for number in stored:
+        store.table.publish(digests[number], store.geometry.data_offset + 4096 * number, 100, 0, 4096, 0, 0, 1)
+    positions = list(range(count))
+    random.Random(count).shuffle(positions)
+    if positions == sorted(positions):
+        positions.reverse()
+    batch = Batch(digests, None, counted=False)
+    left = exist_in(reader, positions, batch, observed=False)
+    assert [got == 1 for got in batch.results] == [number in stored for number in range(count)]
+    assert sorted(left.positions()) == [number for number in range(count) if number not in stored]

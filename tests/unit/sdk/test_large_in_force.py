@@ -62,6 +62,9 @@ class Entries:
     def stored_many(self, digests: Sequence[bytes], _patience: Any = None) -> list[bool]:
         return [digest in self.values for digest in digests]
 
+    def look_many(self, digests: Sequence[bytes], _patience: Any = None) -> list[int]:
+        return [UNAVAILABLE if each in self.silent else 1 if each in self.values else MISS for each in digests]
+
     def store(self, digests: Sequence[bytes], sources: Sequence[Any], _patience: Any = None) -> list[int]:
         self.values.update(zip(digests, map(bytes, sources)))
         return [Status.OK] * len(digests)

@@ -610,6 +610,38 @@ def test_a_delete_and_that_of_the_near_copies_have_one_deadline(
     assert clock.now - began <= DEADLINE_S + 1e-9
 
 
+def test_a_replacement_and_the_end_of_an_old_copy_have_one_deadline(clock: Clock) -> None:
+    """The server of a new copy is silent, and so is that of an old one."""
+
+    def lose() -> None:
+        server = Server(clock, 0.0, math.inf, fresh=False)
+        with Patience(DEADLINE_S) as patience:
+            if patience.has_time_for(server):
+                server.wait(server.answer_s)
+
+    def store(digests: Sequence[bytes], *_: Any) -> list[int]:
+        lose()
+        return [Status.OK] * len(digests)
+
+    reached: list[int] = []
+
+    def delete(digests: Sequence[bytes]) -> list[int]:
+        reached.append(len(digests))
+        lose()
+        return [Status.UNAVAILABLE] * len(digests)
+
+    routes: Any = SimpleNamespace(
+        router=None, target=lambda _: None, patience=lambda: Patience(DEADLINE_S),
+        table=lambda: SimpleNamespace(owner=lambda _: None),
+    )  # fmt: skip
+    gets: Any = SimpleNamespace(look_many=lambda digests, _: [1] * len(digests))
+    puts: Any = SimpleNamespace(store=store, delete=delete, count=lambda *_: None)
+    replicas = Replicas(routes, gets, puts, {"single_copies": 0})
+    began = clock.now
+    assert replicas.replace([bytes(16)], [memoryview(b"new")]) == [Status.UNAVAILABLE] and reached == [4]
+    assert clock.now - began <= DEADLINE_S + 1e-9
+
+
 def test_a_client_whose_workers_are_stopped_closes_within_one_deadline(clock: Clock) -> None:
     """Those that answer have time left, whatever their place."""
     took: dict[str, float] = {}
@@ -640,6 +672,7 @@ def test_a_session_is_closed_within_what_its_call_has_left() -> None:
     """Another thread has it."""
     waits: list[float] = []
     session: Any = WorkerSession.__new__(WorkerSession)
+    session._ending = session._over = False
 
     def acquire(blocking: bool, timeout: float = -1.0) -> bool:
         waits.append(timeout)

@@ -36,8 +36,9 @@ class Clock:
 class Tcp:
     """A path whose stores have these statuses, one list after another; the last one for ever."""
 
-    def __init__(self, *answers: list[int]) -> None:
+    def __init__(self, *answers: list[int], takes_s: float = 0.0) -> None:
         self.deadline_s = 60.0
+        self.takes_s = takes_s
         self.no_wait_until = 0.0
         self.sent: list[list[bytes]] = []
         self._answers: Iterator[list[int]] = itertools.chain(answers, itertools.repeat(answers[-1]))
@@ -45,6 +46,7 @@ class Tcp:
     def store(self, entries: list[Any], until: float) -> Steps[list[int]]:
         yield from ()
         assert not until or until > writes.time.monotonic()  # the test's clock
+        writes.time.sleep(self.takes_s)
         self.sent.append([digest for digest, _, _, _ in entries])
         return next(self._answers)
 
@@ -79,6 +81,24 @@ def test_it_ends_and_the_next_one_does_not_wait(put: Callable[..., list[int]]) -
     assert put(tcp, [b"a"]) == [FULL]
     often = len(tcp.sent)
     assert often > 2
+    assert put(tcp, [b"a"]) == [FULL] and len(tcp.sent) == often + 1
+
+
+def test_a_worker_that_makes_room_bit_by_bit_is_sent_the_value_again(put: Callable[..., list[int]]) -> None:
+    """Each attempt has it evict for a quarter of a second; the second one was the last."""
+    tcp = Tcp(*[[FULL]] * 9, [OK], takes_s=0.3)
+    assert put(tcp, [b"a"]) == [OK] and tcp.no_wait_until == 0.0
+    tcp = Tcp(*[[FULL]] * 9, [OK], takes_s=0.3)
+    assert put(tcp, [b"a"], RoomWait(1.0)) == [FULL] and tcp.no_wait_until == 0.0, "it has no more time"
+
+
+@pytest.mark.parametrize(("takes_s", "most"), [(0.3, 11), (0.1, 5)])
+def test_a_slow_server_without_room_is_not_sent_a_value_for_ever(
+    put: Callable[..., list[int]], takes_s: float, most: int
+) -> None:
+    tcp = Tcp([FULL], takes_s=takes_s)
+    assert put(tcp, [b"a"]) == [FULL] and len(tcp.sent) <= most
+    often = len(tcp.sent)
     assert put(tcp, [b"a"]) == [FULL] and len(tcp.sent) == often + 1
 
 
