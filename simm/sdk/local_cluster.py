@@ -17,6 +17,7 @@ import secrets
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -154,7 +155,8 @@ class LocalCluster:
             folders.append(load("client").runtime_dir)
         for each in dict.fromkeys(folders):
             with contextlib.suppress(ConfigError, OSError):
-                made = PublishedToken(ensure_runtime_dir(each), parse_address(self.manager), self.token, self.sockets)
+                where = _to_publish_in(each, own=each == self.sockets)
+                made = PublishedToken(where, parse_address(self.manager), self.token, self.sockets)
                 self._undo.callback(made.close)
 
     def _start(self, module: str, *arguments: str) -> str:
@@ -227,6 +229,24 @@ def _close_in(pid: int, undo: contextlib.ExitStack) -> None:
     """Undo what the process ``pid`` has done, if this is that process and not a forked child."""
     if os.getpid() == pid:
         undo.close()
+
+
+def _to_publish_in(folder: Path, *, own: bool) -> Path:
+    """Return a runtime folder, made if it is missing. Raises ConfigError, OSError if others could change what is in it.
+
+    One that is there keeps its mode and ACLs: another data server may have its sockets in it, which its group reaches
+    by them. ``own``: this cluster's data server has its sockets there, and takes others' right to write away.
+    """
+    try:
+        about = folder.lstat()
+    except FileNotFoundError:
+        return ensure_runtime_dir(folder)
+    private = not stat.S_IMODE(about.st_mode) & 0o022  # those of the group are an ACL's mask, too
+    if own and not private:
+        return ensure_runtime_dir(folder)
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or not private:
+        raise ConfigError(f"{folder} is not a folder that this user alone may write")
+    return folder
 
 
 def _make_folder(undo: contextlib.ExitStack) -> str:

@@ -569,13 +569,16 @@ TOGETHER: Final = {
     "key token of the Secret admins:": {
         "index.enabled": True, "index.existingSecret": "admins", "token.managerSecret": "admins",
     },
-    "PeriodSeconds to 110 or more, startSeconds to 110, and restartGraceSeconds to 220": WARM_GROUP,
-    "startSeconds to 2078, and restartGraceSeconds to 4156": {
-        **WARM_GROUP, "dataserver.memory": "2Ti", "dataserver.terminationGracePeriodSeconds": 2078,
-        "dataserver.restartGraceSeconds": 4156,
+    "PeriodSeconds to 94 or more, startSeconds to 94, and restartGraceSeconds to 188": WARM_GROUP,
+    "startSeconds to 1669, and restartGraceSeconds to 3338": {
+        **WARM_GROUP, "dataserver.memory": "2Ti", "dataserver.terminationGracePeriodSeconds": 1669,
+        "dataserver.restartGraceSeconds": 3338,
     },
-    "copies 1537Mi of": {**WARM_GROUP, **GRACE, "dataserver.memory": "1537Mi", "dataserver.restartGraceSeconds": 63},
-    "copies 1Gi of": {**WARM_GROUP, "dataserver.memory": "1Gi", "dataserver.restartGraceSeconds": 62},
+    "copies 1025Mi of": {**WARM_GROUP, **GRACE, "dataserver.memory": "1281Mi", "dataserver.restartGraceSeconds": 63},
+    "copies 820Mi of": {**WARM_GROUP, "dataserver.memory": "1Gi", "dataserver.restartGraceSeconds": 62},
+    "copies 2049Mi of": {
+        **WARM_GROUP, **GRACE, "dataserver.arena": "683Mi", "dataserver.numa": "0,1,2", "dataserver.memory": "80Gi",
+    },
     "more than 35 characters": {"dataserver.runtimeDir": "/run/" + "a" * 31},
 }
 
@@ -597,11 +600,16 @@ def test_values_that_contradict_each_other_are_refused(said: str) -> None:
 
 @needs_helm
 def test_a_warm_server_with_a_group_has_time_to_copy_its_data() -> None:
-    """As much as is refused above without a second of it; and without a group, or warm, nothing is copied."""
-    for memory_size in ("2Gi", "1537Mi"):
+    """As much as is refused above without a second of it; and without a group, or warm, nothing is copied.
+
+    What is copied is the arenas, not the rest of the pod's memory.
+    """
+    for memory_size in ("2560Mi", "1281Mi"):
         assert refusal({**WARM_GROUP, **GRACE, "dataserver.memory": memory_size}) == ""
-    short = {**WARM_GROUP, **GRACE, "dataserver.memory": "2Gi", "dataserver.startSeconds": 31}
+    short = {**WARM_GROUP, **GRACE, "dataserver.memory": "2560Mi", "dataserver.startSeconds": 31}
     assert "startSeconds to 32," in refusal(short)
+    small = {"dataserver.arena": "512Mi", "dataserver.numa": "0,1", "dataserver.workers": 2}
+    assert refusal({**WARM_GROUP, **GRACE, **small}) == ""  # of 80Gi
     # The servers' Secret is the index's, too, by another key.
     assert refusal({"index.enabled": True, "index.existingSecret": "simm-token", "index.key": "routers"}) == ""
     for name in WARM_GROUP:

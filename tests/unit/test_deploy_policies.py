@@ -97,6 +97,13 @@ def test_issue_nodes_reach_the_servers_whose_clients_use_their_network(node: str
         assert ports_for(policy, "10.2.0.1") == [] != ports_for(policy, node)
     alone = {"dataserver.rdma.enabled": True}
     assert "needs networkPolicy.nodeCidrs" in refusal(alone)
+    # Those that are admitted to all ports of pods, pages too, need no other rule.
+    pods = {"namespaceSelector": {"matchLabels": {"simm-client": "yes"}}}
+    admitted = {**alone, "networkPolicy.from": [pods, {"ipBlock": {"cidr": "10.1.0.0/16"}}]}
+    assert refusal(admitted) == ""
+    policy = one(rendered(admitted), "NetworkPolicy", "-manager")
+    assert {"port": 30001} in ports_for(policy, "10.1.2.3")
+    assert "needs networkPolicy.nodeCidrs" in refusal({**alone, "networkPolicy.from": [pods]})
     for more in ({"networkPolicy.enabled": False}, {"dataserver.rdma.hostNetwork": False}):
         assert refusal({**alone, **more}) == ""
 
@@ -142,6 +149,17 @@ def test_issue_the_index_has_a_secret_of_its_own(named: str) -> None:
     assert shown["-index"] == ({"name": named, "key": "token"} if named else {"name": "routers", "key": "askers"})
     assert shown["-manager"] == {"name": named or "simm-token", "key": "token"}
     assert "index.existingSecret" in refusal({"index.enabled": True})
+
+
+@needs_helm
+def test_issue_values_of_a_release_before_the_index_had_a_key(tmp_path: Path) -> None:
+    """``helm upgrade --reuse-values`` has no index.key then: "error calling eq: incompatible types for comparison"."""
+    left = {"index.key": None, "networkPolicy.nodeCidrs": None}
+    assert rendered({**left, "serviceMonitor.enabled": True}) == rendered({"serviceMonitor.enabled": True})
+    assert rendered({**ALL, **left}) == rendered(ALL)
+    assert "key token of the Secret simm-token:" in refusal({**ALL, **left, "index.existingSecret": "simm-token"})
+    _, text = chart.with_notes({**ALL, **left}, tmp_path)
+    assert "one made for the index alone, which managers and data servers also have." in text
 
 
 def test_the_plain_manifest_has_a_rule_for_a_scraper() -> None:

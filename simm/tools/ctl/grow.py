@@ -28,7 +28,7 @@ _FIELDS: Final = {
 class Target:
     """The data server that is to grow: one of this host, ``server`` if there are several, or ``node`` anywhere.
 
-    Raises UsageError, TransportError.
+    Raises UsageError, TransportError; SimmError if it is not known of another one here whether it is meant.
     """
 
     def __init__(self, settings: Settings, server: str, node: str) -> None:
@@ -40,9 +40,11 @@ class Target:
         if node:
             self.name = node
             return
-        found = sockets_to_change(settings, server)
+        found, left = sockets_to_change(settings, server)
         if not found:
             raise no_socket(settings, server)
+        if left:  # one that may be changed is not the one that is meant, just because the others are silent
+            raise SimmError(f"nothing has grown: {'; '.join(left)}; name one by --server: {', '.join(found)}")
         if len(found) > 1:
             raise UsageError(f"name one of this host's data servers by --server: {', '.join(found)}")
         ((self.name, self._path),) = found.items()

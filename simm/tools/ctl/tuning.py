@@ -19,7 +19,7 @@ from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
 from .unit_folders import elsewhere
-from .whose import Meant
+from .whose import NOT_KNOWN, Meant
 from .workers import ANSWER_S, not_to_be_seen
 
 #: In place of a data server's name: all of them.
@@ -111,11 +111,16 @@ def admin_sockets(settings: Settings, server: str) -> dict[str, str]:
     return {name: path for name, path in found.items() if server in ("", name)}
 
 
-def sockets_to_change(settings: Settings, server: str) -> dict[str, str]:
-    """Return those of :func:`admin_sockets` whose servers may be changed (``whose.py``). Raises UsageError."""
+def sockets_to_change(settings: Settings, server: str) -> tuple[dict[str, str], list[str]]:
+    """Return those of :func:`admin_sockets` whose servers may be changed (``whose.py``), and a line for each left out.
+
+    Raises UsageError if none may be changed, or if that cannot be told.
+    """
     found = admin_sockets(settings, server)
-    may = Meant(settings).servers_to_change(server) if found else None
-    return {name: path for name, path in found.items() if may is None or name in may}
+    if not found:
+        return {}, []
+    may, unknown = Meant(settings).servers_to_change(found)
+    return {name: path for name, path in found.items() if name in may}, [f"{name}: {NOT_KNOWN}" for name in unknown]
 
 
 def ask_admin(settings: Settings, path: str, ask: AskSettings) -> bytes:
@@ -144,8 +149,8 @@ def no_socket(settings: Settings, server: str) -> TransportError:
 
 def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    failed = []
-    for name, path in (sockets_to_change if ask.name else admin_sockets)(settings, server).items():
+    sockets, failed = sockets_to_change(settings, server) if ask.name else (admin_sockets(settings, server), [])
+    for name, path in sockets.items():
         try:
             found += _rows(ask_admin(settings, path, ask), name)
         except Refused as exc:

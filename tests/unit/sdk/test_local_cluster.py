@@ -8,15 +8,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import simm
 from simm import shm
+from simm.config.local_token import find_sockets
+from simm.config.parsers import Address
 from simm.host.file_locks import LockFile
 from simm.sdk import local_cluster
 from simm.sdk.local_cluster import child_environment
+from tests.support.acl import USER, acls_of, named, set_acl
 from tests.support.left_arenas import make_arena
 from tests.support.processes import remove_left_by
 
@@ -89,3 +93,52 @@ def test_issue_the_arena_of_another_data_server_of_this_name_is_not_waited_for(m
         process.kill()
         process.wait()
         remove_left_by(name)
+
+
+@contextlib.contextmanager
+def published(sockets: Path, folder: Path | None = None) -> Iterator[None]:
+    """Publish a cluster whose sockets are in a folder, without its servers. A ``folder`` is one that is named."""
+    cluster = object.__new__(local_cluster.LocalCluster)
+    with contextlib.ExitStack() as undo:
+        cluster.sockets, cluster.token, cluster.manager, cluster._undo = sockets, "", "127.0.0.1:30001", undo
+        cluster._publish(folder)
+        yield
+
+
+def found_in(folder: Path) -> Path | None:
+    return find_sockets(folder, [Address("127.0.0.1", 30001)])
+
+
+@pytest.mark.parametrize("acl", [False, True])
+def test_issue_a_folder_that_another_data_server_uses_keeps_its_mode(
+    acl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group of ``--group`` could not enter it any more, once a cluster of this user had published its manager."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    shared = tmp_path / "simm"
+    shared.mkdir()
+    shared.chmod(0o710)
+    if acl:
+        set_acl(shared, named((USER, 1, 4711), group=1, mask=1))
+    before = shared.stat().st_mode, acls_of(shared)
+    with published(tmp_path / "run"):
+        assert found_in(shared) == found_in(tmp_path / "run") == tmp_path / "run"
+        assert (shared.stat().st_mode, acls_of(shared)) == before
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700, "one that is missing is made"
+    with published(shared):
+        assert found_in(shared) == shared and (shared.stat().st_mode, acls_of(shared)) == before
+    assert found_in(shared) is None
+
+
+def test_nothing_is_published_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the folder that the cluster's own data server takes for itself is made private."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "simm").symlink_to(tmp_path)
+    loose, own = tmp_path / "loose", tmp_path / "own"
+    for folder, mode in ((loose, 0o770), (own, 0o777)):
+        folder.mkdir()
+        folder.chmod(mode)
+    with published(own, loose):
+        assert found_in(own) == own and own.stat().st_mode & 0o777 == 0o700
+        assert found_in(loose) is None and loose.stat().st_mode & 0o777 == 0o770
+        assert found_in(tmp_path) is None, "links are not followed"

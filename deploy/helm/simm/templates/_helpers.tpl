@@ -62,6 +62,20 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if hasSuffix "Ti" . }}{{ mul $number 1048576 }}{{ else if hasSuffix "Gi" . }}{{ mul $number 1024 }}{{ else }}{{ $number }}{{ end -}}
 {{- end -}}
 
+{{- /* Mi of all arenas of a data server, whose values these are. auto is 80 % of the memory, at most. */ -}}
+{{- define "simm.arenasMib" -}}
+{{- if eq .arena "auto" -}}
+{{- div (add 9 (mul 8 (include "simm.mib" .memory | int64))) 10 -}}
+{{- else -}}
+{{- mul (include "simm.mib" .arena | int64) (len (splitList "," (toString .numa))) .workers -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* With --reuse-values the values of a release before this one are all that there is. */ -}}
+{{- define "simm.indexKey" -}}
+{{- default "token" .Values.index.key -}}
+{{- end -}}
+
 {{- /* Refuses arenas that the data server would refuse: it and its processes need some of the memory themselves
        (simm/server/arena_stock.py has the figures). */ -}}
 {{- define "simm.checkMemory" -}}
@@ -107,19 +121,25 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 {{- /* With a group the data has no name: a stop copies it into /dev/shm, and the next start out of it. */ -}}
 {{- if and .dataserver.warm .dataserver.engineGroup -}}
-{{- $stop := add 30 (div (add 1023 (include "simm.mib" .dataserver.memory | int64)) 1024) | int -}}
+{{- $arenas := include "simm.arenasMib" .dataserver | int64 -}}
+{{- $stop := add 30 (div (add 1023 $arenas) 1024) | int -}}
 {{- if or (lt (int .dataserver.terminationGracePeriodSeconds) $stop) (lt (int .dataserver.startSeconds) $stop) (lt (int .dataserver.restartGraceSeconds) (mul 2 $stop | int)) -}}
-{{- fail (printf "dataserver.warm with engineGroup: each stop and each start copies %s of memory at a GiB a second, so set dataserver.terminationGracePeriodSeconds to %d or more, startSeconds to %d, and restartGraceSeconds to %d; else each rollout loses all values" .dataserver.memory $stop $stop (mul 2 $stop | int)) -}}
+{{- fail (printf "dataserver.warm with engineGroup: each stop and each start copies %dMi of arenas at a GiB a second, so set dataserver.terminationGracePeriodSeconds to %d or more, startSeconds to %d, and restartGraceSeconds to %d; else each rollout loses all values" $arenas $stop $stop (mul 2 $stop | int)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and .networkPolicy.enabled .dataserver.rdma.enabled .dataserver.rdma.hostNetwork (not .networkPolicy.nodeCidrs) -}}
-{{- fail "dataserver.rdma.hostNetwork needs networkPolicy.nodeCidrs, the networks of the nodes (kubectl get nodes -o wide), as [10.0.0.0/16]: data servers then come from their node's address, and the manager's policy would keep them out" -}}
+{{- $nodes := default list .networkPolicy.nodeCidrs -}}
+{{- range .networkPolicy.from -}}
+{{- if .ipBlock }}{{ $nodes = append $nodes .ipBlock }}{{ end -}}
+{{- end -}}
+{{- if and .networkPolicy.enabled .dataserver.rdma.enabled .dataserver.rdma.hostNetwork (not $nodes) -}}
+{{- fail "dataserver.rdma.hostNetwork needs networkPolicy.nodeCidrs, the networks of the nodes (kubectl get nodes -o wide), as [10.0.0.0/16], or an ipBlock in networkPolicy.from: data servers then come from their node's address, and the manager's policy would keep them out" -}}
 {{- end -}}
 {{- if and .index.enabled (not .index.existingSecret) -}}
 {{- fail "index.enabled needs index.existingSecret, a Secret for the index alone: with the Secret of token any tenant could ask about the prompts of all" -}}
 {{- end -}}
-{{- if and .index.enabled (has .index.existingSecret (list (include "simm.tokenSecret" $) .token.managerSecret)) (eq .index.key .token.key) -}}
-{{- fail (printf "index.existingSecret and index.key are the servers' tokens, the key %s of the Secret %s: any tenant could ask about the prompts of all; make a Secret for the index alone" .index.key .index.existingSecret) -}}
+{{- $key := include "simm.indexKey" $ -}}
+{{- if and .index.enabled (has .index.existingSecret (list (include "simm.tokenSecret" $) .token.managerSecret)) (eq $key .token.key) -}}
+{{- fail (printf "index.existingSecret and index.key are the servers' tokens, the key %s of the Secret %s: any tenant could ask about the prompts of all; make a Secret for the index alone" $key .index.existingSecret) -}}
 {{- end -}}
 {{- if .events.enabled }}
 {{- if has (toString .dataserver.settings.events) (list "" "0" "<nil>") -}}
