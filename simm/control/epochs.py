@@ -100,7 +100,7 @@ class Advances:
         state, cluster = peer.context, self._cluster()
         if not (state.epochs and cluster.namespaces):
             return
-        if self._frames_of != (now := (cluster.epoch, self._given_ms())):
+        if self._frames_of != (now := (cluster.epoch, self._granted_ms())):
             self._frames_of = now
             self._frames.clear()
         shown = tuple(visible(cluster, state.gate)) if state.gate.bound else None
@@ -115,7 +115,7 @@ class Advances:
 
         Those whose map is older get EPOCHS with the next one. O(1) but for that once, O(peers) then.
         """
-        if not self._shortened or self._given_ms() != round(self.lease_s * 1000):
+        if not self._shortened or self._granted_ms() != round(self.lease_s * 1000):
             return
         self._shortened = False
         for peer in list(peers):  # sending may close a peer, which leaves the set of them then
@@ -126,15 +126,15 @@ class Advances:
         """Return all epochs as of the present map, or those that are shown to somebody."""
         cluster = self._cluster()
         table = cluster.namespaces.table() if shown is None else list(shown)
-        return Epochs(cluster.epoch, cluster.cluster, self._given_ms(), table)
+        return Epochs(cluster.epoch, cluster.cluster, self._granted_ms(), table)
 
-    def _given_ms(self) -> int:
+    def _granted_ms(self) -> int:
         """Return how long the leases are that are given now, ms; 0 for ever."""
         if self._stored_s < math.inf and self._is_stored():
             self._stored_s = math.inf
-        given_s = min(self.lease_s or math.inf, self._stored_s)
-        self._shortened |= given_s < (self.lease_s or math.inf)
-        return 0 if given_s == math.inf else round(given_s * 1000)
+        granted_s = min(self.lease_s or math.inf, self._stored_s)
+        self._shortened |= granted_s < (self.lease_s or math.inf)
+        return 0 if granted_s == math.inf else round(granted_s * 1000)
 
     def fault(self, peer: Peer, now: float, refuses: str = "") -> str:
         """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting).

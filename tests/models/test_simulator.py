@@ -221,6 +221,7 @@ def test_a_dead_server_is_noticed_and_its_shards_go_to_the_others() -> None:
 
 
 @pytest.mark.fault("F20", ci=(40, 80), whole=(1000, 10_000))
+@pytest.mark.full
 def test_a_tenth_of_many_servers_dies_at_once(amount: tuple[int, int]) -> None:
     """They are found together, and their shards go to the others: the report has no failure."""
     nodes, clients = amount

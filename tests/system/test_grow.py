@@ -178,7 +178,6 @@ def grow_under_load(fleet: Fleet) -> None:
     fleet.assert_no_traceback()
 
 
-@pytest.mark.quick
 def test_a_server_grows_twice_under_load(make_fleet: Callable[..., Fleet]) -> None:
     grow_under_load(make_fleet(heartbeat_ms=PATIENT_MS, patches=PATIENT_SERVERS))
 

@@ -64,10 +64,10 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[bytes]]:
     found: dict[str, set[bytes]] = defaultdict(set)
     submit = WorkerSession.submit
 
-    def noted(self: WorkerSession, msg: Any) -> int:
+    def noted(self: WorkerSession, msg: Any, *where: Any) -> int:
         if isinstance(msg, M.Commit):
             found[self.path].update(entry[0] for entry in msg.entries)
-        return submit(self, msg)
+        return submit(self, msg, *where)
 
     monkeypatch.setattr(WorkerSession, "submit", noted)
     return found

@@ -150,6 +150,7 @@ def test_it_may_open_as_many_files_as_it_is_allowed(monkeypatch: pytest.MonkeyPa
     assert raised
 
 
+@pytest.mark.full
 def test_issue_a_manager_that_does_not_answer_yet_is_no_mistake_in_the_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
