@@ -49,12 +49,12 @@ CONNECTS_MAX: Final = 64
 #: A pair of rails that did not work is tried last for so long, seconds. In networks of separate rails each connection
 #: that is made in the middle of a call would find that out anew.
 FAILED_S: Final = 60.0
-#: Once a pair works and another one does not, further ones are begun only in this share of the time for opening. Of
-#: those that failed lately one of each rail is. What nobody answers takes a while, and at the end of the time the
+#: Once a pair works, further ones are begun in this share of the time for opening, and after it only as SPARED allows.
+#: Of those that failed lately one of each rail is. What nobody answers takes a while, and at the end of the time the
 #: connection is lost with all links. A pair that was begun after this share is not filed as failed for that end.
 MORE_LINKS: Final = 0.5
-#: Once a pair works, a further one has all but this share of the time that is left. If none has failed, more are begun
-#: after MORE_LINKS as long as this share has room for the slowest so far: a connection keeps its links for its life.
+#: Once a pair works, a further one has all but this share of the time that is left. More are begun after MORE_LINKS as
+#: long as this share has room for the slowest link and exchange so far: a connection keeps its links for its life.
 SPARED: Final = 0.25
 #: Interrupts that closing a connection puts up with.
 CLOSE_TRIES: Final = 100
@@ -152,6 +152,8 @@ class RdmaConnection:
         #: What a watcher has posted and not seen done: a ticket of the first wire, and since when.
         self.watching: tuple[int, float] | None = None
         self._numbers = 0
+        #: The slowest exchange for a pair, seconds.
+        self._exchange_s = 0.0
         queue_pairs = max(1, min(QUEUE_PAIRS_MAX, len(fabric.rails)))
         self.pages_count = PAGES_PER_QUEUE_PAIR * queue_pairs
         left = until - time.monotonic()
@@ -223,13 +225,14 @@ class RdmaConnection:
         pairs.sort(key=itemgetter(0, 1))
         tries = CONNECTS_MAX
         linked: set[int] = set()
-        vain, slowest = False, 0.0
+        slowest = 0.0
         more_until = now + (until - now) * MORE_LINKS
         for step, number, rail, lkey, theirs in pairs:
             if number in linked:
                 continue
             begun = time.monotonic()
-            late = begun >= more_until and (vain or slowest > (until - begun) * SPARED)
+            # The time of an exchange is the server's, not ours: one that meets the deadline costs the connection.
+            late = begun >= more_until and max(slowest, self._exchange_s) > (until - begun) * SPARED
             if linked and (late or step > 2 * count):
                 reasons.append("other pairs were not tried, as one works")
                 break
@@ -245,7 +248,6 @@ class RdmaConnection:
                 slowest = max(slowest, time.monotonic() - begun)
             except (FabricError, DeadlineError) as exc:
                 reasons.append(f"{rail.name} to {opened.rails[theirs].name}: {exc}")
-                vain = True
                 if isinstance(exc, FabricError) or begun < more_until:  # else it may just have come too late
                     failed[rail.name, theirs] = time.monotonic() + FAILED_S
                 if not isinstance(exc, FabricError):  # the channel is broken, too
@@ -266,10 +268,13 @@ class RdmaConnection:
         qp = rail.queue_pair()
         number = -1
         try:
-            mine = qp.address()
-            answer = self.channel.call(
-                R.RdmaConnect(theirs, mine.lid, mine.gid, mine.qpn, mine.psn, mine.mtu, mine.reads)
-            )
+            mine, asked = qp.address(), time.monotonic()
+            try:
+                answer = self.channel.call(
+                    R.RdmaConnect(theirs, mine.lid, mine.gid, mine.qpn, mine.psn, mine.mtu, mine.reads)
+                )
+            finally:
+                self._exchange_s = max(self._exchange_s, time.monotonic() - asked)
             if not isinstance(answer, R.RdmaConnected):
                 self.channel.fail("the endpoint answered RDMA_CONNECT with something else")
             number = answer.link
