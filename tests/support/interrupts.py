@@ -19,13 +19,15 @@ def everywhere(
 ) -> int:  # fmt: skip
     """Interrupt a call at each of its places, and check after each; return their number.
 
-    The places are in modules whose names begin so, and in functions called ``acquire``.
+    The places are in modules whose names begin so, and in functions called ``acquire``. Not in that of logging: a lock
+    that is left there stops every other thread that logs, for the rest of the process.
     """
     left = 0
 
     def look(frame: Any, event: str, _: object) -> None:
         nonlocal left
-        ours = frame.f_globals["__name__"].startswith(modules) or frame.f_code.co_name == "acquire"
+        module = frame.f_globals["__name__"]
+        ours = module.startswith(modules) or (frame.f_code.co_name == "acquire" and module != "logging")
         if ours and event in ("call", "c_return"):
             left -= 1
             if left == -1:
