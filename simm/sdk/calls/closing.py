@@ -94,7 +94,7 @@ def _started(thread: threading.Thread) -> bool:
     """Start a thread; return False if there is none to spare."""
     try:
         thread.start()
-    except RuntimeError:
+    except (RuntimeError, MemoryError):
         if thread.ident is not None:  # it runs: another handler has raised this
             raise
         return False
