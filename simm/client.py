@@ -528,7 +528,7 @@ class Client(
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended and no longer uses its
         buffers. Raises UsageError if the client is closed before the call begins."""
         try:
-            from concurrent.futures import ThreadPoolExecutor  # noqa: F401 -- a pool needs it
+            import queue  # noqa: F401 -- a pool needs it
 
             from .host.threads import Pool
             from .sdk.ops.waiting import answer_of  # with asyncio, 3 MiB that an engine without it does not need

@@ -40,9 +40,8 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from ..client import Client
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
-from ..host.threads import Pool
 from ..schemes.encodings import short_key
-from ..sdk.ops.waiting import in_executor
+from ..sdk.ops.waiting import in_own_thread
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of
@@ -371,13 +370,8 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
 
     async def close(self) -> None:
         """Close the connection. Later calls find nothing and store nothing."""
-        # In a thread of its own, as a client's close_async(): the loop's are gone at the interpreter's exit.
         try:
-            pool = Pool(1, "simm-close")
-            try:
-                await asyncio.shield(in_executor(pool, self._harmless, ("close", None, self._end)))
-            finally:
-                pool.shutdown(wait=False)
+            await in_own_thread(self._harmless, "close", None, self._end)
         except Exception as exc:  # without memory, say
             self._complain("close", "close failed, the engine goes on without it: %s", str(exc), trace=True)
 

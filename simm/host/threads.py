@@ -192,7 +192,6 @@ def _run(jobs: set[Future[Any]], job: Future[_T], call: Callable[..., _T], argum
     """Run a call, unless its job is cancelled. Whoever has the result finds this thread idle."""
     try:
         if not job.set_running_or_notify_cancel():
-            jobs.discard(job)
             return
         try:
             result = call(*arguments)

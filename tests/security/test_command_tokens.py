@@ -107,25 +107,26 @@ def test_the_publisher_of_events_follows_its_token_file(tokens: Callable[..., Pa
         assert asked(page, "/metrics", OLD) == 401
 
 
+def speak_wrong(path: Path) -> None:
+    """Be a peer that does not speak ZeroMQ, until it is closed."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(WAIT_S)
+        peer.connect(str(path))
+        with contextlib.suppress(ConnectionError):
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
+            while peer.recv(4096):
+                pass
+
+
 def test_the_publisher_of_events_logs_peers_that_speak_wrong(tmp_path: Path) -> None:
     """Commands show errors only, and so did this one, which is a server."""
     at = f"ipc://{tmp_path}/stream,ipc://{tmp_path}/replay"
-    with running("events", "--rfc1527", at) as (_, log), socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(WAIT_S)
-        peer.connect(str(tmp_path / "stream"))
-        with contextlib.suppress(ConnectionError):
-            peer.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
-            while peer.recv(4096):
-                pass
+    with running("events", "--rfc1527", at) as (_, log):
+        speak_wrong(tmp_path / "stream")
     (line,) = [line for line in log if "closing the connection of a peer" in line]
     assert " WARNING " in line
-    with running("events", "--rfc1527", at, "--log-level", "error") as (_, log), socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(WAIT_S)
-        peer.connect(str(tmp_path / "stream"))
-        with contextlib.suppress(ConnectionError):
-            peer.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
-            while peer.recv(4096):
-                pass
+    with running("events", "--rfc1527", at, "--log-level", "error") as (_, log):
+        speak_wrong(tmp_path / "stream")
     assert log == [], "negative control: whoever names the level has it"
 
 

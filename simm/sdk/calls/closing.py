@@ -43,7 +43,7 @@ _CLOSERS: Final = frozenset(
     [("simm.client", "__exit__"), ("simm.testing", "local_cluster")]
     + [(__name__, name) for name in ("__aexit__", "_end_aside", "carry_out", "close", "close_async")]
     + [("simm.host.threads", name) for name in ("_run", "_work")]
-    + [("simm.sdk.ops.waiting", name) for name in ("_run_here", "answer_of", "in_executor")]
+    + [("simm.sdk.ops.waiting", name) for name in ("_run_here", "answer_of", "in_own_thread")]
 )
 
 
@@ -118,21 +118,13 @@ class AsyncClosing:
     async def close_async(self) -> None:
         """:meth:`close`, awaitable: the event loop goes on. It is carried out to its end, also if it is cancelled."""
         try:
-            import asyncio
+            import queue  # noqa: F401 -- a pool needs it
 
-            # In a thread of its own: a client's threads are among what it waits for, the loop's own may all be busy.
-            from concurrent.futures import ThreadPoolExecutor  # noqa: F401 -- a pool needs it
-
-            from ...host.threads import Pool
-            from ..ops.waiting import in_executor
+            from ..ops.waiting import in_own_thread
         except UNLOADABLE:  # late is better than an error
             self.close()
             return
-        pool = Pool(1, "simm-close")
-        try:
-            await asyncio.shield(in_executor(pool, self.close, ()))
-        finally:
-            pool.shutdown(wait=False)
+        await in_own_thread(self.close)
 
     async def __aenter__(self: _T) -> _T:
         return self

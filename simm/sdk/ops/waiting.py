@@ -14,9 +14,17 @@ from ...host.threads import Pool
 _T = TypeVar("_T")
 
 
-async def in_executor(pool: Pool, call: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-    """Run a call in a thread, and do :func:`result_of`."""
-    return await answer_of(pool, call, arguments)
+async def in_own_thread(call: Callable[..., Any], *arguments: Any) -> None:
+    """Run what closes something in a thread of its own, to its end also if this is cancelled.
+
+    A client's threads are among what its end waits for, the loop's own may all be busy, or gone at the interpreter's
+    exit.
+    """
+    pool = Pool(1, "simm-close")
+    try:
+        await asyncio.shield(answer_of(pool, call, arguments))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def answer_of(pool: Pool, call: Callable[..., _T], arguments: tuple[Any, ...]) -> Coroutine[Any, Any, _T]:

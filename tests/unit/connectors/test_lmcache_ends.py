@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from simm.errors import UsageError
+from simm.sdk.ops import waiting
 from simm.sdk.ops.pins import Pins
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_lmcache
@@ -98,7 +99,7 @@ def test_a_close_that_lacks_memory_raises_nothing(monkeypatch: pytest.MonkeyPatc
 
     with fake_lmcache.engine() as module, FakeClient(store=FakeStore()) as client:
         connector = fake_lmcache.connector_of(module, client)
-        monkeypatch.setattr(module, "Pool", fail)
+        monkeypatch.setattr(waiting, "Pool", fail)
         asyncio.run(connector.close())
 
 
