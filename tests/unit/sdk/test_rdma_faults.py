@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from simm.arena.layout import State, Word
+from simm.errors import UsageError
 from simm.rdma import remote_arena
 from simm.rdma.api import READ, WRITE
 from simm.rdma.remote_arena import CachedEntry
@@ -591,14 +592,17 @@ def test_closing_while_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
         client = cluster.rdma(deadline_s=3.0)
         assert client.put("k", value_of("k", 1, 5000))
         wrong: list[Any] = []
+        read = []
         go = threading.Event()
 
         def work() -> None:
             sink = client.register(bytearray(5000))
             go.set()
-            with contextlib.suppress(Exception):  # UsageError: closed
+            with contextlib.suppress(UsageError):  # closed
                 for _ in range(2000):
                     got = client.get_into("k", sink)
+                    if got:
+                        read.append(got)
                     if got and bytes(sink.view()) != value_of("k", 1, 5000):
                         wrong.append(got)
                     if client._closed and got is None:
@@ -612,7 +616,7 @@ def test_closing_while_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
         client.close()
         for thread in threads:
             thread.join(20)
-        assert not wrong
+        assert read and not wrong
         assert not any(thread.is_alive() for thread in threads)
 
 
