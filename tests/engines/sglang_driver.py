@@ -465,8 +465,10 @@ def controller_read(case: Case, manager: str, seed: int) -> dict[str, Any]:
     if case.flip is not None:
         page, part_no, byte = case.flip
         flip(pools.raw, rows[f"{case.prompt}#0"][page], part_no, byte)
+    # What was not read by the end of an operation is not asked for: the pages stay as they were.
     results = {
-        name: compare(pools.raw, rows[name], seed, name, part.content_rank) for name, part in parts.items()
+        name: compare(pools.raw, rows[name][: done.get(name, 0)], seed, name, part.content_rank)
+        for name, part in parts.items()
     }
     wrong = [{"prompt": name, **w} for name, c in results.items() for w in c.as_json()["wrong"]]
     stray = strayed(pools.raw, [row for some in rows.values() for row in some])

@@ -38,7 +38,8 @@ def _block() -> range:
 _turns = itertools.count(os.getpid())
 #: Opened now, as tests count descriptors. A lock ends with its process, and a child has none. What is named "simm-..."
 #: would be taken for an arena that somebody keeps open.
-_locks = os.open(f"/tmp/ports-of-simm-tests-{os.geteuid()}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_locks = os.open(f"/tmp/ports-of-simm-tests-{os.geteuid()}", _FLAGS, 0o600)
 
 
 def _is_anothers(port: int) -> bool:

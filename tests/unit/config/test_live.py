@@ -10,6 +10,7 @@ import pytest
 from simm.config import logs
 from simm.config.live import LiveSettings
 from simm.errors import UsageError
+from tests.support.segments import child, status_of
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +57,24 @@ def test_what_cannot_be_is_refused_and_changes_nothing(name: str, value: str, te
 def test_children_see_it_and_those_forked_later_too() -> None:
     live = LiveSettings({"poll_us": 50})
     ask, answer = os.pipe(), os.pipe()
-    pid = os.fork()
-    if not pid:
+
+    def follows() -> bool:
         seen: list[int] = []
         live.follow("poll_us", seen.append)
         os.write(answer[1], b"r")
         os.read(ask[0], 1)
         logs.reopen_logs()
-        os.write(answer[1], bytes(seen))
-        os._exit(0)
+        return os.write(answer[1], bytes(seen)) == len(seen)
+
+    pid = child(lambda: not follows())
+    os.close(answer[1])  # so that a child that has died ends the reads
     assert os.read(answer[0], 1) == b"r"
     live.set("poll_us", "70")
     os.write(ask[1], b"x")
     assert list(os.read(answer[0], 8)) == [50, 70]
-    os.waitpid(pid, 0)
+    assert status_of(pid) == 0
     late: list[int] = []
     live.follow("poll_us", late.append)
     assert late == [70]
-    for fd in (*ask, *answer):
+    for fd in (*ask, answer[0]):
         os.close(fd)

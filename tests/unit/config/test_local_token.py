@@ -14,6 +14,7 @@ from simm.config import local_token
 from simm.config.client_options import ClientOptions
 from simm.config.local_token import PublishedToken, find, find_sockets, token_path
 from simm.config.parsers import Address
+from tests.support.segments import child, status_of
 
 TOKEN = "a-token-of-sixteen-bytes-or-more"
 HERE = Address("127.0.0.1", 30001)
@@ -21,11 +22,12 @@ HERE = Address("127.0.0.1", 30001)
 
 def killed(folder: Path) -> Path:
     """Leave the token of a process that was killed."""
-    pid = os.fork()
-    if not pid:
+
+    def dies() -> None:
         PublishedToken(folder, HERE, TOKEN)
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
+
+    assert status_of(child(dies)) == -signal.SIGKILL
     return token_path(folder, HERE)
 
 

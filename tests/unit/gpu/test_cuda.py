@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.gpu import (
     Tensor,
     use_driver,
 )
+from tests.support.segments import child, expect_segv, status_of
 
 # -- the driver's border ----------------------------------------------------------------------------------
 
@@ -124,16 +126,12 @@ def test_without_the_export_of_dma_bufs() -> None:
 def test_cpu_dies_on_gpu_memory(fake: FakeCuda) -> None:
     """The CPU cannot address the fake driver's memory, just as a GPU's."""
     address = fake.alloc(0, 64)
-    pid = os.fork()
-    if pid == 0:
-        import faulthandler
-        import resource
 
-        faulthandler.disable()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    def reads() -> None:
+        expect_segv()
         ctypes.string_at(address, 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -11
+
+    assert status_of(child(reads)) == -signal.SIGSEGV
 
 
 def test_this_suite_runs_the_compiled_library_where_it_can(shared_library: ctypes.CDLL | str, tmp_path: Path) -> None:

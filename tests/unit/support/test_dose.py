@@ -42,6 +42,12 @@ def test_each_function_stays_in_the_quick_run() -> None:
     assert all(1 <= most(name) <= QUICK_SETS for name in names)
 
 
+def test_the_page_for_contributors_says_how_many() -> None:
+    words = {2: "two", 3: "three", 4: "four"}
+    said = f"sets of parameters: {words[QUICK_SETS]}, {words[COSTLY_SETS]} in the folders"
+    assert said in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+
 def test_costly_folders_are_there() -> None:
     assert [folder for folder in COSTLY if not (ROOT / folder).is_dir()] == []
     assert most("tests/unit/arena/marks/test_a.py::test_b") == COSTLY_SETS

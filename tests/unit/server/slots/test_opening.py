@@ -15,6 +15,7 @@ from simm.server import arena_stock
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
 from simm.server.slots.opening import Opener
+from tests.support.segments import child, status_of
 
 MIB = 1 << 20
 
@@ -96,12 +97,9 @@ def test_processes_that_were_forked_earlier_see_how_much_memory_there_is_now() -
     assert opener._share_of(slot) == (64 * MIB, 64 * MIB)
     opener.memory = 64 * MIB
     reads, writes = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.read(reads, 1)
-        os._exit(opener._share_of(slot) != (64 * MIB, 96 * MIB))
+    pid = child(lambda: not os.read(reads, 1) or opener._share_of(slot) != (64 * MIB, 96 * MIB))
     opener.memory = 96 * MIB
     os.write(writes, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert status_of(pid) == 0
     os.close(reads)
     os.close(writes)
