@@ -129,7 +129,12 @@ class Bench:
                 for position, counted in enumerate(counts):
                     counted[floor].add([[part["ops"][position] for part in each["threads"]] for each in answers])
         for position, (cell, counted) in enumerate(zip(cells, counts)):
-            cell.rounds = [pair for pair in zip(counted[False].rates, counted[True].rates) if all(pair)]
+            ours, floors = counted[False], counted[True]
+            cell.rounds = [
+                (served, bare)
+                for served, rate, bare in zip(ours.served_rates, ours.rates, floors.rates)
+                if rate and bare
+            ]
             for floor, figures in ((False, cell.own), (True, cell.floor)):
                 self._summarise(figures, cell, position, counted[floor], floor)
         self._account(cells, caller_us, worker_ns.total)
@@ -212,6 +217,8 @@ class _Counts:
         self.calls = self.keys = 0
         #: Keys a second in each round, of all processes and of each.
         self.rates: list[float] = []
+        #: The same without keys that were not served: a miss is faster than any copy.
+        self.served_rates: list[float] = []
         #: Values that were moved a second, in each round, of all processes: misses move none.
         self.moved_rates: list[float] = []
         self.by_process: list[list[float]] = []
@@ -225,9 +232,10 @@ class _Counts:
         for process, rate in zip(self.by_process, rates):
             process.append(rate)
         self.rates.append(sum(rates))
+        self.served_rates.append(sum(rates) - sum(_rate(part, "bad") for threads in parts for part in threads))
         self.moved_rates.append(sum(_rate(part, "moved") for threads in parts for part in threads))
 
 
 def _rate(part: dict[str, int], of: str = "keys") -> float:
-    """Return the keys, or the values moved, a second in calls; 0 without a call."""
+    """Return the keys, or the values moved or missed, a second in calls; 0 without a call."""
     return part[of] * 1e9 / part["busy_ns"] if part["busy_ns"] else 0.0

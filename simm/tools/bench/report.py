@@ -104,7 +104,8 @@ class Cell:
     batch: int
     path: str
     mixed: bool = False
-    rounds: list[tuple[float, float]] = field(default_factory=list)  # keys per second: SiMM, floor
+    #: Keys per second: those that SiMM has served, the floor.
+    rounds: list[tuple[float, float]] = field(default_factory=list)
     own: Figures = field(default_factory=Figures)
     floor: Figures = field(default_factory=Figures)
     #: Of each load process, where there are several.
@@ -141,6 +142,8 @@ class Cell:
 
 #: What a bar limits: microseconds a key of the median call, or of the worker's processor, or the ratio to the floor.
 KEY_US, WORKER_US, RATIO = "us", "us of the worker", "ratio"
+#: The share of the keys that may go unserved: some are evicted between two rounds, or in a round of others' puts.
+UNSERVED_MAX: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,9 @@ class Bar:
     of: str = KEY_US
 
     def held_by(self, cell: Cell) -> bool:
-        """Return whether the cell meets the target."""
+        """Return whether the cell meets the target. None is met by calls that find nothing, however fast they are."""
+        if cell.bad > UNSERVED_MAX * cell.own.keys:
+            return False
         if self.of == RATIO:
             return cell.ratio >= self.limit
         return (cell.own.us_per_key if self.of == KEY_US else cell.worker_us or 0.0) <= self.limit

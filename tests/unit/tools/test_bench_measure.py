@@ -196,6 +196,23 @@ def test_bytes_are_of_values_that_moved() -> None:
         assert figures.gib_per_s * measure.GIB == pytest.approx(500_000 / 4 * 65536)
 
 
+@pytest.mark.parametrize(("bad", "share"), [(0, 1.0), (5, 0.5), (10, 0.0)])
+def test_a_ratio_is_of_keys_that_were_served(bad: int, share: float) -> None:
+    """A cluster that found nothing answered in no time, and so was faster than a copy."""
+
+    class Missing(Processes):
+        def _burst(self, ops: tuple[str, ...], batch: int, floor: bool, **more: Any) -> dict[str, Any]:
+            answer = super()._burst(ops, batch, floor, **more)
+            for thread in answer["threads"]:
+                for part in thread["ops"]:
+                    part["bad"] = 0 if floor else part["keys"] * bad // 10
+            return answer
+
+    arena = Arena(100)
+    (cell,) = bench_of(plan_of(ops=("get",)), Missing(arena), arena)[0].run()
+    assert len(cell.rounds) == measure.ROUNDS and cell.ratio == pytest.approx(share)
+
+
 def test_the_processor_time_of_a_process() -> None:
     before = cpu_ns(os.getpid())
     assert before is not None and before > 0

@@ -115,6 +115,17 @@ def test_the_bars_are_those_of_the_design(cell: Cell, setup: Setup, texts: str) 
     assert bars_for(cell, setup._replace(single=False)) == []
 
 
+@pytest.mark.parametrize("bar", [Bar(5.0), Bar(5.0, bench_report.WORKER_US), Bar(0.85, bench_report.RATIO)])
+def test_misses_hold_no_bar(bar: Bar) -> None:
+    cell = cell_of("get", 4096)
+    assert bar.held_by(cell)
+    cell.own.keys = 1000
+    cell.bad = 50
+    assert bar.held_by(cell), "a twentieth"
+    cell.bad = 51
+    assert not bar.held_by(cell)
+
+
 @pytest.mark.parametrize(
     ("cell", "setup"),
     [
