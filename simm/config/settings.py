@@ -187,7 +187,7 @@ class Settings:
         q.optional(q.path_of), "PEM file with the manager's certificate for etcd and its key", MANAGER, metavar="FILE",
     )
     coordinator_login: Path | None = _setting(
-        q.optional(q.path_of), "file with USER:PASSWORD for etcd, mode 0600", MANAGER, metavar="FILE",
+        q.optional(q.path_of), "file with USER:PASSWORD for etcd, mode 0600 or 0640", MANAGER, metavar="FILE",
     )
     runtime_dir: Path = _setting(
         q.path_of, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=q.default_runtime_dir,
@@ -231,7 +231,8 @@ class Settings:
         SERVER, default=False,
     )
     group: str | None = _setting(
-        q.optional(q.group), "group whose members may map the segments (0660); empty: the owner only",
+        q.optional(q.group),
+        "group whose members may use the workers' sockets (0660) and map the arenas; empty: the owner only",
         SERVER, metavar="GROUP",
     )
     insecure: bool = _setting(q.boolean, "listen beyond this machine without a token", MANAGER, SERVER, default=False)
@@ -244,7 +245,7 @@ class Settings:
         MANAGER, SERVER, CLIENT, metavar="FILE",
     )
     tls_key: Path | None = _setting(
-        q.optional(q.path_of), "PEM file of its key, mode 0600; empty: the key is in the file of the certificate",
+        q.optional(q.path_of), "PEM file of its key, mode 0600 or 0640; empty: the key is in the certificate's file",
         MANAGER, SERVER, CLIENT, metavar="FILE",
     )
     tls_ca: Path | None = _setting(
