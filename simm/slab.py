@@ -33,6 +33,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -45,7 +46,6 @@ from .errors import CorruptionError, UsageError
 # ---- size classes
 
 ALIGN_SHIFT: Final = CHUNK_ALIGN_BYTES.bit_length() - 1
-
 
 _BASES = [16 * CHUNK_ALIGN_BYTES << doublings for doublings in range(7)]
 #: Chunk size of each slab class, in bytes, ascending.
@@ -139,15 +139,14 @@ class _Slab:
         return CorruptionError(f"offset {offset} is no chunk of the slab of {self.chunk}-byte ones at {self.base}")
 
     def relink(self) -> None:
-        """Rebuild the free list from all free words, in address order. O(chunks)."""
-        owners = self.owners
-        head = _NIL
+        """Rebuild the free list from all free words, in address order. O(chunks), by numpy."""
+        self.head = _NIL
         if self.used < self.count:
-            for index in range(self.count - 1, -1, -1):
-                if _FREE <= owners[index] < NO_SLOT:
-                    owners[index] = _FREE + head
-                    head = index
-        self.head = head
+            words = np.frombuffer(self.owners, np.uint32)
+            free = np.flatnonzero((words >= _FREE) & (words < NO_SLOT))
+            words[free[:-1]] = free[1:] + _FREE
+            words[free[-1]] = _FREE + _NIL
+            self.head = int(free[0])
 
 
 class Allocator:
@@ -246,7 +245,7 @@ class Allocator:
     def free(self, offset: int) -> int:
         """Free an allocated chunk, and return its owner (a slot or NO_SLOT). O(1) for a slab chunk."""
         if self._masks is not None:
-            self._build_free_lists()
+            self.end_recovery()
         slab = self._slabs[offset >> _SLAB_SHIFT] if 0 <= offset < self.size else None
         if slab is None:
             return self._extents.release(offset)
@@ -344,22 +343,20 @@ class Allocator:
     def span_at(self, boundary: int) -> Span:
         """Return the span that begins at ``boundary``. O(1). `CorruptionError` if none does."""
         if self._masks is not None:
-            self._build_free_lists()
+            self.end_recovery()
         slab = self._slab_at(boundary)
         if slab is not None and slab.base == boundary:
             return Span(boundary, SLAB_BYTES, SLAB, slab.group)
         extents = self._extents
         if extents.is_large(boundary):
             return Span(boundary, extents.size_of(boundary), LARGE, extents.owner(boundary))
-        size = extents.free.get(boundary)
-        if size is not None:
+        if (size := extents.free.get(boundary)) is not None:
             return Span(boundary, size, FREE, 0)
         raise CorruptionError(f"no span begins at offset {boundary}")
 
     def span_before(self, boundary: int) -> Span:
         """Return the span that ends at ``boundary``, which is not 0. O(1). `CorruptionError` if none does."""
-        if self._masks is not None:
-            self._build_free_lists()
+        self.end_recovery()
         return self.span_at(self._extents.ends.get(boundary, boundary - SLAB_BYTES))
 
     def boundary_before(self, at: int) -> int:
@@ -379,6 +376,7 @@ class Allocator:
 
     def largest_free(self, most: int) -> list[Span]:
         """Return the largest free extents, at most ``most``. O(``most``)."""
+        self.end_recovery()
         return [self.span_at(offset) for offset in self._extents.largest(most)]
 
     # ---- one slab
@@ -433,8 +431,8 @@ class Allocator:
         one O(bytes / 2 MiB).
 
         Recovery keeps no free lists, only a mask of the pages taken in each 2 MiB cell: slots come in random order, and
-        a sorted list of extents would cost quadratic time. The first alloc, free or walk builds the lists in
-        O(n log n), and a later reserve drops them again. Reserve all chunks first.
+        a sorted list of extents would cost quadratic time. `end_recovery` builds the lists, which the first alloc, free
+        or walk does else, and a later reserve drops them again. Reserve all chunks first.
         """
         masks = self._masks
         if masks is None:
@@ -492,8 +490,7 @@ class Allocator:
         parts = list(cell_masks(offset, offset + size))
         if any(masks.get(cell, 0) & part for cell, part in parts):
             raise CorruptionError(f"chunk of {size} bytes at {offset} overlaps another one")
-        for cell, part in parts:
-            masks[cell] = masks.get(cell, 0) | part
+        masks |= {cell: masks.get(cell, 0) | part for cell, part in parts}
         self._extents.reserve(offset, size)
 
     def _drop_free_lists(self) -> dict[int, int]:
@@ -512,8 +509,10 @@ class Allocator:
         self._masks = masks
         return masks
 
-    def _build_free_lists(self) -> None:
-        """End a recovery: build the free lists from the reserved chunks. O(n log n)."""
+    def end_recovery(self) -> None:
+        """Build the free lists from the reserved chunks, if a recovery is under way. O(n log n), else O(1)."""
+        if self._masks is None:
+            return
         self._masks = None
         for slab in self._slabs:
             if slab is not None:
@@ -560,7 +559,7 @@ class Allocator:
     def _grow(self, group: int) -> bool:
         """Put a slab with a free chunk on the class's list. Return False if there is no room for one."""
         if self._masks is not None:
-            self._build_free_lists()
+            self.end_recovery()
             if self._partial[group]:
                 return True
         extents = self._extents
@@ -582,19 +581,20 @@ class Allocator:
         """Forget an empty slab. The caller places its 2 MiB."""
         if slab.position >= 0:
             partial = self._partial[slab.group]
-            last = partial.pop()
-            if last is not slab:
+            if (last := partial.pop()) is not slab:
                 partial[slab.position] = last
                 last.position = slab.position
         self._slabs[slab.base >> _SLAB_SHIFT] = None
         del self._empty[slab.base]
 
     def _alloc_large(self, size: int) -> int:
-        if self._masks is not None:
-            self._build_free_lists()
+        self.end_recovery()
         start = self._extents.allocate(size)
         if start < 0 and self._empty:
-            for base in list(self._empty):
-                self.free_slab(base)
+            # All if one is too small: they may join, and evicting looks for room beside free extents, not empty slabs.
+            slabs = list(islice(self._empty.values(), 1 if size <= SLAB_BYTES else None))
+            for slab in slabs:
+                self._dissolve(slab)
+            self._extents.add_slabs([slab.base for slab in slabs])
             start = self._extents.allocate(size)
         return start

@@ -102,7 +102,6 @@ _SLOT_MASK: Final = SLOT_BYTES - 1
 _WAY_MASK: Final = WAYS - 1
 _WAY_BITS: Final = _WAY_MASK.bit_length()
 _ODD: Final = np.uint64(1)
-_TWO: Final = np.uint64(2)
 _SEQ_MASK: Final = np.uint64(SEQ_MASK)
 #: The byte of a digest that is a slot's tag. It is none of those that an epoch takes.
 _TAG_BYTE: Final = 7
@@ -237,8 +236,11 @@ class Table:
         self._words[slot * SLOT_WORDS + MARKS_WORD] = marks
 
     def key_words(self) -> KeyWords:
-        """Return where the upper half of each slot's digest is. Others may store there: it is a hint, and no more."""
-        return KeyWords(self._words, SLOT_WORDS, 2)
+        """Return where the lower half of each slot's digest is. Others may store there: it is a hint, and no more.
+
+        The upper half ends with an epoch, which all keys of its namespace share.
+        """
+        return KeyWords(self._words, SLOT_WORDS, 1)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the live slots in order. O(sets)."""
@@ -300,15 +302,16 @@ class Table:
             slot = first * WAYS + way
             word = slot * SLOT_WORDS
             old = -1
-        seq = words[word]
-        words[word] = seq | 1  # (b)
+        # Odd already where a stray store has hit it: one more then, or it would stay odd.
+        odd = words[word] | 1
+        words[word] = odd  # (b)
         at = word * 8 + 8
         if old < 0:  # (c)
             self._pack_body(self._slots, at, digest, offset, length, crc, chunk, namespace, flags, stored, 0)
         else:  # the marks are the key's, and stay: an engine that puts a kept page again does not know that it is kept
             at, marks = at + DIGEST_BYTES, words[word + MARKS_WORD]
             self._pack_value(self._slots, at, offset, length, crc, chunk, namespace, flags, stored, marks)
-        words[word] = self._high | (seq + 2) & SEQ_MASK  # (d)
+        words[word] = self._high | (odd + 1) & SEQ_MASK  # (d)
         if old >= 0:
             self._undo_words[0] = 0
             if self._events is not None:
@@ -339,13 +342,13 @@ class Table:
         """Empty a slot. Its chunk may be reused only after the return."""
         words = self._words
         at = slot * SLOT_WORDS
-        seq = words[at]
+        odd = words[at] | 1
         start = slot * SLOT_BYTES + 8
         if self._events is not None:
             self._events.removed_one(slot)
-        words[at] = seq | 1
+        words[at] = odd
         self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
-        words[at] = self._high | (seq + 2) & SEQ_MASK
+        words[at] = self._high | (odd + 1) & SEQ_MASK
         bit = 1 << (slot & _WAY_MASK)
         used = self._used[slot >> _WAY_BITS]
         if used & bit:
@@ -370,10 +373,10 @@ class Table:
             raise CorruptionError(f"slots {slots} name other chunks than their own")
         if self._events is not None:
             self._events.removed(at)
-        seqs = self._seqs[at]
-        self._seqs[at] = seqs | _ODD
+        odd = self._seqs[at] | _ODD
+        self._seqs[at] = odd
         self._bodies[at] = _NO_BODY
-        self._seqs[at] = (seqs + _TWO) & _SEQ_MASK | self._high_word
+        self._seqs[at] = (odd + _ODD) & _SEQ_MASK | self._high_word
         used = self._used
         for slot in slots:
             used[slot >> _WAY_BITS] &= ~(1 << (slot & _WAY_MASK))
@@ -572,11 +575,11 @@ class Table:
         """Store a body in a slot under a fresh seq. It is idempotent, so it needs no undo record."""
         words = self._words
         at = slot * SLOT_WORDS
-        seq = words[at]
-        words[at] = seq | 1
+        odd = words[at] | 1
+        words[at] = odd
         start = slot * SLOT_BYTES + 8
         self._slots[start : start + len(body)] = body
-        words[at] = self._high | ((seq | 1) + 1) & SEQ_MASK
+        words[at] = self._high | (odd + 1) & SEQ_MASK
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""

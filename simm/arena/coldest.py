@@ -129,13 +129,13 @@ class Coldest:
 
     def bound(self, group: int) -> int:
         """Return a lower bound of the since of all slabs of other classes, at most the clock. O(classes)."""
-        self._take_in()
+        self.take_in()
         bounds = (heap[0][0] for other, heap in self._heaps.items() if other != group and heap)
         return min(bounds, default=self._policy.clock)
 
     def find(self, group: int, limit: int) -> tuple[int, int]:
         """Return (since, base) of the coldest evictable slab of other classes, or (limit, -1)."""
-        self._take_in()
+        self.take_in()
         best = -1
         looks = LOOKS_MAX
         for other in list(self._heaps):
@@ -147,7 +147,7 @@ class Coldest:
 
     def each(self, group: int, limit: int) -> list[tuple[int, int]]:
         """Return (since, base) of each other class's coldest slab before ``limit``, the coldest first."""
-        self._take_in()
+        self.take_in()
         found: list[tuple[int, int]] = []
         looks = LOOKS_MAX
         for other in list(self._heaps):
@@ -201,8 +201,11 @@ class Coldest:
         policy = self._policy
         return policy.fresh_until(self._allocator.owners_of_slab(base)) if policy.sparing else 0
 
-    def _take_in(self) -> None:
-        """Take in the new slabs, whose entries were inserted since the last time, and those that are fresh no more."""
+    def take_in(self) -> None:
+        """Take in the new slabs, whose entries were inserted since the last time, and those that are fresh no more.
+
+        O(log slabs) for each. Each comparison begins with it. A recovery calls it as well, as it brings many.
+        """
         while self.wakes <= self._policy.clock:
             wakes, base, since = heappop(self._asleep)
             group = self._allocator.class_of_slab(base)

@@ -40,7 +40,7 @@ import numpy as np
 from simm.errors import UsageError
 
 from ..constants import POLICY_NAMES
-from .queues import _NOWHERE, CLEARED_MAX, REJECTED_MAX, KeyWords, Policy, Rejected
+from .queues import _NOWHERE, CLEARED_MAX, KEY_SHIFT, REJECTED_MAX, KeyWords, Policy, Rejected
 
 #: The probation queue's share of a group's entries is 1 / PROBATION_SHARE.
 PROBATION_SHARE: Final = 10
@@ -267,7 +267,7 @@ class Reuse(Policy):
         if memory is None or keys is None:
             return 0
         word = keys.words[slot * keys.stride + keys.at]
-        place = word & (len(memory) - 1)
+        place = word >> KEY_SHIFT & len(memory) - 1
         tag = word >> 48 & 0xFFF0
         known = memory[place]
         if known & 0xFFF0 != tag or not known:
@@ -288,11 +288,11 @@ class Reuse(Policy):
         past = []
         for slot in slots:
             word = words[slot * stride + at]
-            known = memory[word & mask]
+            known = memory[word >> KEY_SHIFT & mask]
             if known and not (word >> 48 ^ known) & 0xFFF0:
                 past.append(self._past_uses(slot))
             else:
-                memory[word & mask] = (word >> 48 & 0xFFF0) | 1
+                memory[word >> KEY_SHIFT & mask] = (word >> 48 & 0xFFF0) | 1
                 past.append(0)
         return past
 
@@ -327,7 +327,7 @@ class Reuse(Policy):
             memory, keys = self._memory, self._keys
             if memory is not None and keys is not None:
                 word = keys.words[slot * keys.stride + keys.at]
-                memory[word & (len(memory) - 1)] = (word >> 48 & 0xFFF0) | queue % self.QUEUES + 1
+                memory[word >> KEY_SHIFT & len(memory) - 1] = (word >> 48 & 0xFFF0) | queue % self.QUEUES + 1
         self._to_head(slot, queue)
 
     def replaced(self, slot: int, weight: int = 1) -> None:

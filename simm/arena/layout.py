@@ -33,15 +33,12 @@ instruction, and never torn.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..constants import ARENA_BYTES_MIN, PAGE_BYTES, SET_BYTES, SHARD_COUNT, SLAB_BYTES, SLOT_BYTES, WAYS
 from ..errors import SegmentError, UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAGIC: Final = int.from_bytes(b"SiMMaren", "little")
 LAYOUT_VERSION: Final = 5
@@ -308,13 +305,6 @@ class Geometry(NamedTuple):
         if not ordered:
             raise SegmentError(f"{name} has a header that contradicts itself or its size of {size} bytes")
         return found
-
-
-def flagged(hits: NDArray[np.bool_], words: NDArray[np.uint64], flags: int) -> list[Any]:
-    """Return the positions of hits whose slots have one of these flags. ``words``: each slot's FLAGS_WORD. O(hits)."""
-    if not int(np.bitwise_or.reduce(words)) >> 48 & flags:
-        return []
-    return np.flatnonzero(hits & (words & np.uint64(flags << 48) != 0)).tolist()  # type: ignore[no-any-return]
 
 
 def laid_out(size: int) -> int:

@@ -211,6 +211,7 @@ class NamespaceTable:
         self._words[line * NAMESPACE_LINE_BYTES // 8] = generation << 32
         self._show(line)
         name = self.names.pop(number)
+        self.tags.pop(number, None)
         if name:
             del self._numbers[name]
         if generation < GENERATIONS:
@@ -230,6 +231,8 @@ class NamespaceTable:
         self.tags.pop(number, None)
         if epoch:
             self.tags[number] = tag_of(epoch)
+            if self._marked is not None:
+                self._marked.add(number)  # as a sweep that begins now would: its line says that there are epochs
 
     def take_epochs(self, epochs: Mapping[str, int]) -> set[int]:
         """Store newer epochs of namespaces, by name, and return the numbers of those that had none. O(names).

@@ -46,8 +46,12 @@ _LINKS_MAX: Final = 1 << 32
 Rejected = Callable[[int], bool]
 
 
+#: Bits of a key's word from here on are evenly distributed. Those below are its shard, which keys may share.
+KEY_SHIFT: Final = 16
+
+
 class KeyWords(NamedTuple):
-    """Where 64 bits of each slot's key are: ``words[slot * stride + at]``. They are evenly distributed."""
+    """Where 64 bits of each slot's key are: ``words[slot * stride + at]``. Memories of keys use those from 16 on."""
 
     words: Sequence[int] | memoryview
     stride: int

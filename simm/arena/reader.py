@@ -18,14 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import (
-    COUNT_WORDS,
-    KEEP_SHARES,
-    READ_ATTEMPTS,
-    SET_BYTES,
-    SHARD_COUNT,
-    SLOT_BYTES,
-)
+from ..constants import COUNT_WORDS, KEEP_SHARES, READ_ATTEMPTS, SET_BYTES, SHARD_COUNT, SLOT_BYTES
 from ..errors import SegmentError
 from ..host.count_log import CallLogs
 from ..host.pages import populate_read
@@ -51,9 +44,9 @@ from .layout import (
     Geometry,
     State,
     Word,
-    flagged,
     laid_out,
 )
+from .lookups.bound import doubtful, is_unbound
 from .namespaces import line_of, name_bytes, names_line
 
 #: The protocol relies on x86's order of loads and stores. On other machines clients use TCP.
@@ -83,11 +76,11 @@ _LENGTH_BITS: Final = np.uint64(0xFFFF_FFFF)
 #: What the word with the flags is below without others than ENTRY_CRC.
 _FLAGS_ABOVE: Final = np.uint64((ENTRY_CRC + 1) << 48)
 _CLUSTER: Final = Word.CLUSTER
+_BOUND: Final = Word.BOUND
 _EVEN: Final = np.uint64(~1 & (1 << 64) - 1)
-#: The bits of a position within a slot, where its digest is, and how far behind that the lower half of its flags.
+#: The bits of a position within a slot, and where its digest is.
 _IN_SLOT: Final = SLOT_BYTES - 1
 _DIGEST_AT: Final = 8
-_FLAGS_AT: Final = FLAGS_WORD * 8 + 6 - _DIGEST_AT
 Own = Callable[[bytes], bool] | None
 assert ENTRY_CRC == 1 and not SLOT_BYTES & _IN_SLOT and not (HEADER_BYTES + SHARDS_BYTES) & _IN_SLOT
 
@@ -446,7 +439,7 @@ class ArenaReader(CallLogs):
         """Return True if the digest is stored. A slot in an overwrite counts: its old or new value is there.
 
         ``below``: what the shard's word must be less than. An entry that no get believes does not count: nobody who
-        found it would put the key.
+        found it would put the key. So where there may be such ones, one in an overwrite that lasts does not either.
         """
         low, high = split(digest)
         first = (low >> SHARD_BITS) % self._sets
@@ -459,7 +452,11 @@ class ArenaReader(CallLogs):
         words = self.words
         if 0 < words[self._shard_word + (low & SHARD_MASK)] < below and (
             words[_CLUSTER] == self._cluster or self.of_cluster
-        ) and (not self._meta[at + _FLAGS_AT] & ENTRY_BOUND or self.has_own(digest)):  # fmt: skip
+        ) and (
+            words[_BOUND] == NONE_BOUND
+            or is_unbound(self._meta, words, at - _DIGEST_AT, digest)
+            or self.has_own(digest)
+        ):  # fmt: skip
             self.visited[(at - self._slots_offset) >> 6] = 1
             return True
         return False
@@ -525,7 +522,7 @@ class ArenaReader(CallLogs):
         return kept
 
     def contains_many(self, digests: Sequence[bytes], own: Own = None) -> list[bool]:
-        """Do :meth:`contains` for a batch. ``own``: asked in place of :meth:`has_own` about bound clients' entries."""
+        """Do :meth:`contains` for a batch. ``own``: asked in place of :meth:`has_own` about doubtful entries."""
         if len(digests) < EACH_KEYS:
             return self._contains_each(digests, own or self.has_own)
         hits: list[bool] = self.contain(digests, own)[0].tolist()
@@ -537,8 +534,8 @@ class ArenaReader(CallLogs):
         words = self._np_shards.take(keys[:, 0].view(np.intp) & SHARD_MASK)
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         hits &= self.of_cluster
-        if self.words[Word.BOUND] != NONE_BOUND:  # after the entries were found
-            for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), ENTRY_BOUND):
+        if self.words[_BOUND] != NONE_BOUND:  # after the entries were found
+            for at in doubtful(hits, self._np_slots, slots * SLOT_WORDS, keys[:, 0], keys[:, 1]):
                 hits[at] = (own or self.has_own)(digests[at])
         self._np_more[1][slots.compress(hits)] = 1
         return hits, words
@@ -554,7 +551,7 @@ class ArenaReader(CallLogs):
             if at & _IN_SLOT != _DIGEST_AT:
                 at = self._find_slow(digest, at, (low >> SHARD_BITS) % sets, split(digest)[1] % sets)
             if at >= 0 and 0 < words[shard_word + (low & SHARD_MASK)] < FROZEN and (
-                not meta[at + _FLAGS_AT] & ENTRY_BOUND or own(digest)
+                words[_BOUND] == NONE_BOUND or is_unbound(meta, words, at - _DIGEST_AT, digest) or own(digest)
             ):  # fmt: skip
                 slots.append((at - base) >> 6)
                 hits.append(True)

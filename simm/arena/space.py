@@ -91,6 +91,8 @@ class Space:
         self._allocator = Allocator(size)
         #: Returns the bytes of the allocated chunk at an offset. O(1). `CorruptionError` if there is none.
         self.chunk_bytes = self._allocator.chunk_bytes
+        #: Marks the chunk at an offset, of so many bytes, allocated as if granted: recovery publishes or holds it then.
+        self.reserve = self._allocator.reserve
         #: A 64th of the region, on the policy's clock, which counts what is put in units of 64 bytes.
         self._period: Final = size // (2 * FRESH_PERIODS) >> ALIGN_SHIFT
         self._policy: Policy = make_policy(policy_name, slots, KEPT_GROUPS, visited, self._period, keys)
@@ -335,13 +337,6 @@ class Space:
                 self._allocator.free(offset)
         self._known_full.clear()
 
-    def reserve(self, offset: int, chunk_bytes: int) -> None:
-        """Mark the chunk at ``offset`` allocated, as if granted: recovery then publishes or holds it.
-
-        `CorruptionError`, with nothing changed, if it overlaps another. See `Allocator.reserve` for what must be first.
-        """
-        self._allocator.reserve(offset, chunk_bytes)
-
     def restore(
         self, slots: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> list[tuple[int, str]]:
@@ -354,6 +349,11 @@ class Space:
         self._policy.insert_all(slots[done], groups_of(sizes[done]), sizes[done] >> ALIGN_SHIFT)
         self._known_full.clear()
         return refused
+
+    def end_recovery(self) -> None:
+        """Do what the first request would have to do else: free lists, and an order of the slabs. O(n log n)."""
+        self._allocator.end_recovery()
+        self._coldest.take_in()
 
     def _free_or_detach(self, offset: int) -> int:
         """Free a chunk, or detach it if it is held. Return its owner."""

@@ -134,9 +134,10 @@ class CallLogs:
     def missed(self, digest: bytes) -> None:
         """Let the worker see a key that is not there, so that it can tell whether it has evicted it. O(1).
 
-        Threads that do so together may lose one of them.
+        It sees the half of the digest by which it remembers keys: ``Table.key_words``. Threads that do so together may
+        lose one of them.
         """
-        words, key = self.counts, int.from_bytes(digest[8:16], "little")
+        words, key = self.counts, int.from_bytes(digest[:8], "little")
         so_far = words[COUNT_MISSED]
         words[COUNT_MISSED + 1 + so_far % MISSED_KEYS] = key
         words[COUNT_MISSED] = so_far + 1 & _MASK

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.hashing import SHARD_MASK, find_slots
-from ..arena.layout import ENTRY_BOUND, FLAGS_WORD, NONE_BOUND, SLOT_WORDS, Word, flagged
+from ..arena.layout import NONE_BOUND, SLOT_WORDS, Word
+from ..arena.lookups.bound import doubtful
 from ..arena.reader import ArenaReader
 from ..wire.shard_set import FROZEN
 
@@ -70,7 +71,7 @@ class Arenas:
             hits &= np.array(own)[self._which]
         if any(reader.words[Word.BOUND] != NONE_BOUND for reader in self._readers):
             # Of a miss it is a word before its arena's slots, of the same mapping.
-            for at in flagged(hits, _WORDS.take(self._base + (slots * SLOT_WORDS + FLAGS_WORD)), ENTRY_BOUND):
+            for at in doubtful(hits, _WORDS, self._base + slots * SLOT_WORDS, keys.low, keys.high):
                 digest = int(keys.low[at]).to_bytes(8, "little") + int(keys.high[at]).to_bytes(8, "little")
                 hits[at] = self._readers[self._which[at]].has_own(digest)
         _BYTES[(self._visited + slots)[hits]] = 1

@@ -173,12 +173,12 @@ class Worker(Service):
 
         Raises OSError if the kernel does not say which of their processes live: those may write into their grants.
         """
-        for session in list(self.store.sessions.by_id.values()):
-            # The pidfd first: if the start time is right after it is opened, it is of this very process.
-            if not self._hold_pid(session.pid) or process_start(session.pid) != session.started:
-                self.store.sessions.end(session)
-                self._forget_pid(session.pid)
         with beating(self.store.beat):
+            for session in list(self.store.sessions.by_id.values()):
+                # The pidfd first: if the start time is right after it is opened, it is of this very process.
+                if not self._hold_pid(session.pid) or process_start(session.pid) != session.started:
+                    self.store.sessions.end(session)
+                    self._forget_pid(session.pid)
             self.store.keeping.begin(_now_s())
         self._beat()
         self.loop.listen(listener, self)

@@ -78,8 +78,7 @@ def finished(words: ShardWords) -> list[int]:
 
 @check.register
 def _allocator(allocator: Allocator) -> None:
-    if allocator._masks is not None:
-        allocator._build_free_lists()
+    allocator.end_recovery()
     _slabs(allocator)
     extents = allocator._extents
     position = 0
@@ -229,7 +228,7 @@ def _kept(kept: KeptEntries) -> None:
 
 @check.register
 def _coldest(coldest: Coldest) -> None:
-    coldest._take_in()
+    coldest.take_in()
     entries: set[tuple[int, int, int]] = set()
     for group, heap in coldest._heaps.items():
         for place, entry in enumerate(heap):

@@ -6,9 +6,11 @@ import random
 import sys
 import tracemalloc
 from bisect import bisect_left
+from collections.abc import Callable
 
 import pytest
 
+from simm.arena.extents import Extents
 from simm.constants import NO_SLOT, PAGE_BYTES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX, VALUE_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import (
@@ -25,6 +27,7 @@ from simm.slab import (
     class_of,
 )
 from tests.support.consistency import check
+from tests.support.counted_dict import CountedDict
 from tests.support.dose import dose, dosed
 
 MIB = 1 << 20
@@ -463,4 +466,111 @@ def test_what_is_known_of_slabs_and_free_extents() -> None:
     first_chunk, lone = allocator.alloc(4096), allocator.alloc(4096)  # one of four places of a sample, and none
     allocator.set_owner(lone, 99)
     assert allocator.sample_of_slab(first_chunk, 4) == [99]
+    check(allocator)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_free_lists_are_linked_as_one_by_one(seed: int) -> None:
+    """All free chunks of a recovered slab, in address order, and then a chunk for each."""
+    rng = random.Random(seed)
+    for size in (64, 4096, 102_400, 131_072):
+        count = CHUNKS_PER_SLAB[class_of(size)]
+        used = set(rng.sample(range(count), rng.choice([1, count // 2, count - 1, count])))
+        allocator = Allocator(SLAB_BYTES)
+        for index in used:
+            allocator.reserve(index * size, size)
+        allocator.end_recovery()
+        check(allocator)
+        free = [index * size for index in range(count) if index not in used]
+        assert allocator.alloc_many(size, count) == free
+        assert allocator.alloc(size) == -1
+        check(allocator)
+
+
+def emptied(slabs: int, keep: Callable[[int], bool]) -> Allocator:
+    """A region of slabs of one class, of which those are empty again that are not to be kept."""
+    allocator = Allocator(slabs * SLAB_BYTES)
+    offsets = allocator.alloc_many(SLAB_CHUNK_BYTES_MAX, slabs * CHUNKS_PER_SLAB[-1])
+    assert len(offsets) == slabs * CHUNKS_PER_SLAB[-1]
+    for offset in offsets:
+        if not keep(offset // SLAB_BYTES):
+            allocator.free(offset)
+    return allocator
+
+
+def counted(allocator: Allocator) -> CountedDict:
+    """Count the looks at the empty slabs and the free extents from now on."""
+    looks = CountedDict(allocator._empty)
+    allocator._empty = looks
+    allocator._extents.free = looks.beside(allocator._extents.free)
+    return looks
+
+
+def test_a_value_as_large_as_a_slab_frees_one_and_a_larger_one_all_of_them() -> None:
+    allocator = emptied(1000, lambda _: False)
+    assert allocator.alloc(MIB) >= 0 and len(allocator._empty) == 999
+    assert allocator.alloc(MIB) >= 0 and len(allocator._empty) == 999, "the rest of that slab"
+    assert allocator.alloc(2 * MIB) >= 0 and len(allocator._empty) == 998
+    check(allocator)
+    assert allocator.alloc(5 * MIB) >= 0 and not allocator._empty
+    check(allocator)
+
+
+def test_issue_a_large_value_sorts_the_free_extents_once_after_a_mass_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slab was placed by itself, with a move of all behind it: a quarter of a second for 16,384, in one turn."""
+    allocator, placed = emptied(400, lambda slab: slab % 2 == 1), []
+    monkeypatch.setattr(Extents, "_put", lambda self, start, size: placed.append(start))
+    assert allocator.alloc(3 * MIB) == -1
+    check(allocator)
+    assert not placed and len(allocator._extents.free) == 200
+
+
+def test_issue_looks_for_room_among_empty_slabs_are_as_many_as_those() -> None:
+    """Every other slab is empty. All were looked at again by each value that found no room, and only 64 were freed."""
+    slabs = 2000
+    allocator = emptied(slabs, lambda slab: slab % 2 == 1)
+    looks = counted(allocator)
+    for base in range(SLAB_BYTES, slabs * SLAB_BYTES, 20 * SLAB_BYTES):
+        assert allocator.alloc(7 * MIB) == -1
+        for offset in range(base, base + SLAB_BYTES, SLAB_CHUNK_BYTES_MAX):
+            allocator.free(offset)
+    assert looks.count < 10 * slabs
+    assert allocator.alloc(6 * MIB) >= 0
+    check(allocator)
+
+
+@pytest.mark.parametrize("many", [1, 1 << 40], ids=["one by one", "at once"])
+@pytest.mark.parametrize("seed", dose(range(20), quick=4))
+def test_a_large_value_fits_wherever_empty_slabs_and_free_extents_meet(
+    seed: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simm.arena.extents.MANY", many)
+    rng = random.Random(seed)
+    size = 24 * MIB + rng.randrange(3) * PAGE_BYTES
+    allocator, model = Allocator(size), Model(size)
+    fits = refused = 0
+    for _ in range(300):
+        n = rng.choice([SLAB_CHUNK_BYTES_MAX] * 4 + [MIB, 2 * MIB, 3 * MIB, 5 * MIB, 9 * MIB])
+        offset = allocator.alloc(n)
+        if offset < 0:
+            refused += n > SLAB_BYTES
+            assert not model.has_room(n)
+            # As many go together as a mass delete takes: whole slabs and large values side by side.
+            first = rng.randrange(size)
+            for each in [each for each in model.live if first <= each < first + 5 * MIB]:
+                allocator.free(each)
+                del model.live[each]
+        else:
+            fits += n > SLAB_BYTES
+            model.allocated(offset, n)
+        model.compare(allocator)
+    assert fits and refused
+
+
+def test_what_is_free_is_known_after_a_recovery_too() -> None:
+    allocator = Allocator(16 * SLAB_BYTES)
+    allocator.reserve(0, 4096)
+    assert [span.size for span in allocator.largest_free(1)] == [15 * SLAB_BYTES]
+    allocator.reserve(4096, 4096)
+    assert allocator.span_before(16 * SLAB_BYTES).size == 15 * SLAB_BYTES
     check(allocator)

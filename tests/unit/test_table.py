@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from simm.arena.hashing import sets_of, shard_of
-from simm.arena.layout import SEQ_BITS, SLOT_FIELDS, Geometry
+from simm.arena.layout import SEQ_BITS, SEQ_MASK, SLOT_FIELDS, SLOT_WORDS, Geometry
 from simm.constants import SHARD_COUNT, SLOT_BYTES, WAYS
 from simm.errors import CorruptionError
-from simm.table import Entry, Table
+from simm.table import COLUMNS_FROM, Entry, Table
 from tests.support.consistency import check
 from tests.support.dose import dose, dosed
 
@@ -271,3 +271,35 @@ def test_geometry_bounds_what_recovery_takes(memory: mmap.mmap) -> None:
     assert len(again.recover()) == 1
     assert again.lookup(first) >= 0 and again.lookup(second) < 0
     check(again)
+
+
+@pytest.mark.parametrize("how", ["overwrite", "clear", "clear many", "first write"])
+def test_issue_a_slot_that_a_stray_store_has_made_odd_is_even_after_the_next_write(
+    memory: mmap.mmap, how: str
+) -> None:
+    """It kept its parity, so no reader believed the slot until the worker was restarted."""
+    table = Table(memory, GEOMETRY, 1)
+    rng = random.Random(how)
+    digests = [rng.randbytes(16) for _ in range(COLUMNS_FROM)]
+    if how == "first write":
+        slots = table.candidates(digests[0])
+    else:
+        assert all(put(table, digest, rng)[0] is not None for digest in digests)
+        slots = [table.lookup(digest) for digest in digests]
+    before = [seq_of(memory, slot) | 1 for slot in slots]
+    for slot, seq in zip(slots, before):
+        table._words[slot * SLOT_WORDS] = seq
+    if how == "first write":
+        done, _ = put(table, digests[0], rng)
+        assert done is not None
+        slots, before = [done[2]], [1]
+    elif how == "overwrite":
+        assert all(put(table, digest, rng)[0] is not None for digest in digests)
+    elif how == "clear":
+        for slot in slots:
+            table.clear(slot)
+    else:
+        table.clear_many(slots, [table.offset(slot) for slot in slots])
+    after = [seq_of(memory, slot) for slot in slots]
+    assert not any(seq & 1 for seq in after)
+    assert all(seq & SEQ_MASK == (was & SEQ_MASK) + 1 for seq, was in zip(after, before)), "and newer ones"

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...constants import GHOST_STEP, SLAB_CHUNK_BYTES_MAX
-from ..queues import KeyWords
+from ..queues import KEY_SHIFT, KeyWords
 
 #: Reasons: keys of :attr:`Victims.by_reason`.
 OWN, REASSIGNED, WINDOW, LAST_RESORT, NEAR = "own", "reassigned", "window", "last_resort", "near"
@@ -35,14 +35,15 @@ class Ghosts:
 
     Of many that are evicted together it notes each GHOST_STEP'th: all would cost 1.6 % of a batch of puts. A key that
     was never there is taken for a noted one once in 65,536 times. One that was stored again and then deleted is still
-    remembered. ``keys``: where 64 bits of each slot's key are.
+    remembered. In each epoch of its namespace it is the same key. ``keys``: where 64 bits of each slot's key are.
     """
 
     def __init__(self, slots: int, keys: KeyWords) -> None:
         words, stride, at = keys
         wide = np.asarray(words, np.uint64).data.cast("B")  # of shared memory: no copy
-        # Both ends of each slot's key, as they are numbers of a kind that is read fast.
-        self._low, self._high = wide.cast("I")[2 * at :: 2 * stride], wide.cast("H")[4 * at + 3 :: 4 * stride]
+        # Bits 16 to 47 and 48 to 63 of each slot's key: numbers of kinds that are read fast, without a shift.
+        middle = wide[8 * at + KEY_SHIFT // 8 : len(wide) - 4 + KEY_SHIFT // 8].cast("I")
+        self._middle, self._high = middle[:: 2 * stride], wide.cast("H")[4 * at + 3 :: 4 * stride]
         bits = min(max(GHOST_BITS_MIN, slots.bit_length()), GHOST_BITS_MAX)
         self._mask = (1 << bits) - 1
         # The kernel gives its pages one by one, as they are used.
@@ -51,14 +52,14 @@ class Ghosts:
 
     def note(self, slots: Sequence[int]) -> None:
         """Remember the keys of every GHOST_STEP'th of these slots, in the long run. O(slots)."""
-        tags, low, high, mask = self._tags, self._low, self._high, self._mask
+        tags, middle, high, mask = self._tags, self._middle, self._high, self._mask
         for slot in slots[self._first :: GHOST_STEP]:
-            tags[low[slot] & mask] = high[slot]
+            tags[middle[slot] & mask] = high[slot]
         self._first = (self._first - len(slots)) % GHOST_STEP
 
     def has(self, key: int) -> bool:
         """Return True for these 64 bits of a key that is remembered. O(1)."""
-        return self._tags[key & self._mask] == key >> 48
+        return self._tags[key >> KEY_SHIFT & self._mask] == key >> 48
 
 
 class Victims:

@@ -1,1 +1,1 @@
-"""What a worker looks up for its peers."""
+"""What a worker looks up for its peers, and whom an entry is for."""

@@ -332,3 +332,24 @@ def test_the_sweeper_runs_when_lines_are_rare_and_in_turns(store: Store) -> None
     now[0] = 2.0
     sweeper.maintain()
     assert run() and not store.ledger.namespaces.names
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_issue_a_namespace_that_gets_an_epoch_during_a_sweep_stays(session: bool) -> None:
+    """Its line was freed, and its tag was left: the worker ended when it next named the epochs."""
+    table = NamespaceTable(memoryview(bytearray(NAMESPACES * NAMESPACE_LINE_BYTES)))
+    number, unused = table.number("x"), table.number("unused")
+    table.begin_sweep([number] if session else [])
+    assert table.take_epochs({"x": 5}) == {number}
+    assert table.end_sweep() == 1 and [*table.names] == [number] and unused not in table.names
+    assert table.epochs() == {"x": 5} and table.wrapping({"x": 6}) == []
+    assert table.wrapping({"x": 5 + (1 << 32)}) == [number]
+
+
+def test_a_freed_line_leaves_no_epoch_behind() -> None:
+    """Whatever frees it: the next lease would be stored in the line, which another namespace may have by then."""
+    table = NamespaceTable(memoryview(bytearray(NAMESPACES * NAMESPACE_LINE_BYTES)))
+    number = table.number("x")
+    table.take_epochs({"x": 5})
+    table._free_line(number)
+    assert table.tags == {} and table.epochs() == {}

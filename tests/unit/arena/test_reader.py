@@ -6,12 +6,23 @@ import functools
 import os
 import random
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
 
 from simm.arena.hashing import SHARD_BITS, Hasher, sets_of
-from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, ENTRY_LARGE, SLOT_WORDS, SOME_BOUND, Word
+from simm.arena.layout import (
+    ENTRY_BOUND,
+    ENTRY_CRC,
+    ENTRY_LARGE,
+    FLAGS_WORD,
+    NONE_BOUND,
+    SLOT_WORDS,
+    SOME_BOUND,
+    Word,
+)
+from simm.arena.lookups.bound import doubtful, is_unbound
 from simm.arena.reader import EACH_KEYS, VECTOR_KEYS, ArenaReader, Unsettled, guard, words_of
 from simm.arena.store import Store
 from simm.sdk.ops.prefix import stored_length, stored_many
@@ -227,8 +238,8 @@ def _is_noted(asked: list[bytes], digest: bytes) -> bool:
     return True
 
 
-def test_what_a_bound_client_writes_just_now_is_not_contained(arena: tuple[Store, ArenaReader]) -> None:
-    """Unlike what others do: nobody can say whose it is."""
+def test_what_is_written_where_there_are_bound_clients_is_not_contained(arena: tuple[Store, ArenaReader]) -> None:
+    """Unlike where there are none: nobody can say whose it is."""
     store, reader = arena
     store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
     reader.namespace = 3
@@ -240,7 +251,76 @@ def test_what_a_bound_client_writes_just_now_is_not_contained(arena: tuple[Store
     for digest in (plain, bound):
         store.table._words[store.table.lookup(digest) * SLOT_WORDS] |= 1
     for each in (1, EACH_KEYS):
-        assert reader.contains_many([plain, bound] * each) == [True, False] * each
+        assert reader.contains_many([plain, bound] * each) == [False, False] * each
+    assert not reader.contains(plain) and not reader.contains(bound)
+    store.header[Word.BOUND] = NONE_BOUND
+    assert reader.contains(plain) and reader.contains_many([plain] * EACH_KEYS) == [True] * EACH_KEYS
+
+
+def test_issue_what_a_bound_client_overwrites_is_no_moment_another_namespaces(
+    arena: tuple[Store, ArenaReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pack_into`` clears the flags first, and ``exists`` said yes to all others meanwhile. A get returned nothing."""
+    store, reader = arena
+    store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
+    reader.namespace = 3
+    store.header[Word.BOUND] = SOME_BOUND
+    table, digest = store.table, digest_of("bound")
+    entry = digest, reader.data_offset, 100, 0, 4096, 4, ENTRY_BOUND, 1
+    assert table.publish(*entry) is not None
+    looked: list[bytes] = []
+    has_own = ArenaReader.has_own
+    monkeypatch.setattr(ArenaReader, "has_own", lambda self, each: looked.append(each) or has_own(self, each))
+    real, seen = table._pack_value, []
+
+    def packed(buffer: memoryview, at: int, *fields: object) -> None:
+        buffer[at : at + real.__self__.size] = bytes(real.__self__.size)
+        seen.append(reader.contains(digest))
+        for count in (1, EACH_KEYS):
+            seen.extend(reader.contains_many([digest] * count))
+        assert len(looked) == len(seen)
+        real(buffer, at, *fields)
+
+    monkeypatch.setattr(table, "_pack_value", packed)
+    assert table.publish(*entry) is not None
+    assert len(seen) == 2 + EACH_KEYS and not any(seen)
+    assert not reader.contains(digest)
+    reader.namespace = 4
+    assert agree(reader, [digest])[1] == [True]
+
+
+def test_flags_are_believed_of_the_key_alone_that_has_the_slot(arena: tuple[Store, ArenaReader]) -> None:
+    """Between the search and the look at the flags another key may have got the slot."""
+    store, reader = arena
+    digest, other = digest_of("bound"), digest_of("other")
+    assert store.table.publish(digest, reader.data_offset, 100, 0, 4096, 4, ENTRY_BOUND, 1) is not None
+    slot = store.table.lookup(digest)
+    hits, at = np.ones(1, bool), np.array([slot * SLOT_WORDS])
+    words = reader._np_slots
+    first = reader._slot_word + slot * SLOT_WORDS
+    for flags, sure in ((0, True), (ENTRY_BOUND, False)):
+        store.table._words[slot * SLOT_WORDS + FLAGS_WORD] = 4 << 32 | flags << 48
+        for asked in (digest, other):
+            keys = words_of([asked])
+            assert is_unbound(reader._meta, reader.words, 8 * first, asked) == (sure and asked == digest)
+            assert doubtful(hits, words, at, keys[:, 0], keys[:, 1]) == ([] if sure and asked == digest else [0])
+    store.table._words[slot * SLOT_WORDS + FLAGS_WORD] = 4 << 32
+    seq = reader.words[first]
+    for before, after in ((seq, seq), (seq, seq + 2), (seq, seq + 1), (seq + 1, seq + 1)):
+        store.table._words[slot * SLOT_WORDS] = before
+        assert is_unbound(reader._meta, cast(memoryview, {first: after}), 8 * first, digest) == (before == after == seq)
+
+
+def test_issue_a_slot_that_was_made_odd_is_read_again_after_the_next_put(arena: tuple[Store, ArenaReader]) -> None:
+    store, reader = arena
+    digest = digest_of("odd")
+    assert put(store.table, digest, reader.data_offset)
+    store.table._words[store.table.lookup(digest) * SLOT_WORDS] |= 1  # a stray store
+    with pytest.raises(Unsettled):
+        reader.locate(digest)
+    assert put(store.table, digest, reader.data_offset + 4096)
+    found = reader.locate(digest)
+    assert found is not None and found.offset == reader.data_offset + 4096
 
 
 def test_half_a_digest_is_no_digest(arena: tuple[Store, ArenaReader]) -> None:

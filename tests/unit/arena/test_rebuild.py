@@ -200,6 +200,35 @@ def test_issue_the_heartbeat_goes_on(segment: OwnedArena, monkeypatch: pytest.Mo
         assert store.table.entries == 500 * (not lost)
 
 
+def test_issue_a_recovered_store_leaves_nothing_to_its_first_request(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It linked the free chunks of all slabs one by one: the first grant or delete took seconds, without a heartbeat.
+
+    Until then the largest free piece had no bytes.
+    """
+    world = World(segment, slots=1000)
+    player = world.join()
+    for number in range(40):
+        assert world.put(player, digest_of(f"h{number}"), (64, 4096)[number % 2])
+    grants = world.grant(player, 4096, 3)
+    store = Store.recover(segment.mm, segment.name)
+    assert store.table.entries == 40 and store.stats()["room"] > 0
+    allocator = store.space._allocator
+    assert allocator._masks is None, "the free lists are there"
+    assert not allocator.grown and len(store.space._coldest._bounds) == len(list(allocator.slabs())) == 2
+    relinked: list[int] = []
+    monkeypatch.setattr("simm.slab._Slab.relink", lambda self: relinked.append(self.base))
+    (session,) = store.sessions.by_id.values()
+    assert len(session.grants) >= len(grants)
+    store.sessions.end(session)
+    for number in range(2):
+        store._drop_entry(store.table.lookup(digest_of(f"h{number}")))
+    assert store.space.allocate(64) >= 0 and store.space.allocate(4096) >= 0
+    assert not relinked
+    check(store)
+
+
 def entries_of(world: World, count: int) -> None:
     """Publish so many entries of 64 bytes in slots of their own; no chunk is granted for them."""
     table, data = world.store.table, world.geometry.data_offset
@@ -232,7 +261,7 @@ def test_a_row_that_cannot_be_takes_no_other_with_it(
     assert store.table.entries == 19, store.notes
 
 
-@pytest.mark.parametrize("step", ["restore", "entries", "ledger"])
+@pytest.mark.parametrize("step", ["restore", "entries", "ledger", "free lists"])
 def test_issue_the_heartbeat_goes_on_in_each_step_for_all_entries(
     segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -241,6 +270,7 @@ def test_issue_the_heartbeat_goes_on_in_each_step_for_all_entries(
     entries_of(world, 300)
     holder, name = {
         "restore": (Space, "restore"), "entries": (Table, "live"), "ledger": (Ledger, "recover"),
+        "free lists": (Allocator, "end_recovery"),
     }[step]  # fmt: skip
     real = getattr(holder, name)
     moved: list[int] = []

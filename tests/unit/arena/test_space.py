@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Iterable
 from itertools import accumulate
 
 import pytest
@@ -16,6 +17,7 @@ from simm.errors import CorruptionError, UsageError
 from simm.slab import CHUNK_SIZES, LARGE_GROUP, Span, class_of
 from tests.models.explorer import first_failure
 from tests.support.consistency import check
+from tests.support.counted_dict import CountedDict
 from tests.support.dose import dose
 from tests.support.space_owner import Chunk, Owner
 
@@ -475,6 +477,43 @@ def test_free_room_counts_also_where_all_is_examined_that_one_call_may(monkeypat
     assert owner.grant(5 * MIB) >= 0
     assert len(owner.evicted) == 16, "the rest is free"
     owner.compare()
+
+
+def _full_of_small_ones(slabs: int) -> Store:
+    """Every slab full of 128 KiB values, none of them fresh."""
+    store = Store(slabs * SLAB_BYTES, 16 * slabs)
+    for key in range(16 * slabs):
+        store.put(key, SLAB_CHUNK_BYTES_MAX)
+        store.space._policy.spare_no_more(store.where[key])
+    return store
+
+
+def _empty(store: Store, slabs: Iterable[int]) -> None:
+    keys = {store.space.offset(slot): slot for slot in store.where.values()}
+    for base in [slab * SLAB_BYTES for slab in slabs]:
+        for offset in range(base, base + SLAB_BYTES, SLAB_CHUNK_BYTES_MAX):
+            store.evict(keys[offset])
+
+
+def test_issue_empty_slabs_beside_each_other_are_where_a_window_begins() -> None:
+    """Those were emptied last. The first ones alone were freed, and eight slabs full of entries went."""
+    store = _full_of_small_ones(440)
+    _empty(store, [*range(0, 400, 4), *range(420, 427)])
+    left = len(store.where)
+    store.put("large", 16 * MIB)
+    assert left + 1 - len(store.where) == 16, "one slab beside the seven"
+    check(store.space)
+
+
+def test_issue_a_grant_of_large_values_looks_at_each_empty_slab_once() -> None:
+    """Each of its values looked at all of them in vain."""
+    store = _full_of_small_ones(1000)
+    _empty(store, range(0, 1000, 2))
+    allocator = store.space._allocator
+    allocator._empty = looks = CountedDict(allocator._empty)
+    assert len(store.space.allocate_many(4 * MIB, 20)) == 20
+    assert looks.count < 2 * 500
+    check(store.space)
 
 
 def test_an_entry_overwritten_while_held_leaves_a_detached_chunk() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simm.arena.hashing import SHARD_MASK, Hasher
-from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, SOME_BOUND, Word
+from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, FLAGS_WORD, SLOT_WORDS, SOME_BOUND, Word
 from simm.arena.reader import ArenaReader
 from simm.arena.store import Store
 from simm.ipc.arenas import Arenas, Columns
@@ -96,3 +96,22 @@ def test_nothing_but_the_arenas_of_the_call_is_kept_mapped(arenas: list[tuple[St
     assert sys.getrefcount(reader) > before
     del passed
     assert sys.getrefcount(reader) == before
+
+
+def test_issue_what_a_bound_client_overwrites_is_no_moment_another_namespaces(
+    arenas: list[tuple[Store, ArenaReader]]
+) -> None:
+    """The worker clears the flags before it stores them again, with an odd seq."""
+    digests = [digest_of(f"bound {number}") for number in range(12)]
+    which = np.arange(len(digests)) % len(arenas)
+    for store, reader in arenas:
+        store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
+        store.header[Word.BOUND], reader.namespace = SOME_BOUND, 1
+        for digest in digests:
+            offset = store.geometry.data_offset
+            assert store.table.publish(digest, offset, 100, 0, 4096, 2, ENTRY_BOUND, 1) is not None
+            at = store.table.lookup(digest) * SLOT_WORDS
+            store.table._words[at] |= 1
+            store.table._words[at + FLAGS_WORD] = 0
+    found = Arenas([reader for _, reader in arenas], which).contain(Columns(digests))[0].tolist()
+    assert found == [False] * len(digests)

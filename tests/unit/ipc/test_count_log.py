@@ -243,7 +243,7 @@ def test_a_log_whose_writer_is_faster_waits_for_the_next_look(monkeypatch: pytes
 def test_misses_are_shared_out_as_a_sample_of_their_keys_is() -> None:
     """All that the sample cannot say stays as it was said last; the sum is exact."""
     gone = {digest_of(number) for number in range(300)}
-    evicted = {int.from_bytes(digest[8:], "little") for digest in gone}
+    evicted = {int.from_bytes(digest[:8], "little") for digest in gone}
     tally = Tally(lambda: 0.0, lambda: (), evicted.__contains__)
     logs = CallLogs()
     logs.count_in(new_words())

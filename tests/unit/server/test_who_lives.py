@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from simm.arena.layout import Word
+from simm.arena.sessions import Session, SessionTable
 from simm.arena.store import Store
 from simm.host import processes
 from simm.net.channel import Refused
@@ -17,6 +19,7 @@ from simm.net.loop import Loop
 from simm.server.worker import Worker, WorkerSettings
 from simm.wire.messages import Status
 from tests.support.consistency import check
+from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -105,3 +108,27 @@ def test_without_descriptors_a_client_is_refused_and_told_why(
     with worker.frozen() as store:
         assert not worker.worker._pidfds and not [s for s in store.sessions.by_id.values() if s.pid == os.getpid()]
     worker.session().close()
+
+
+def test_issue_the_heartbeat_goes_on_while_dead_clients_sessions_end(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many grants of many sessions take their time, and whoever waits for the heartbeat would start the next worker."""
+    session = worker.session()
+    session.ask([(4096, 10)])
+    worker.die()
+    no_pidfd(monkeypatch, errno.ESRCH)
+    real = SessionTable.end
+    moved: list[int] = []
+
+    def slow(self: SessionTable, ended: Session) -> None:
+        header = worker.store.header
+        start = header[Word.HEARTBEAT]
+        wait_until(lambda: header[Word.HEARTBEAT] - start >= 3, "the heartbeat moves")
+        moved.append(ended.session)
+        real(self, ended)
+
+    monkeypatch.setattr(SessionTable, "end", slow)
+    worker.start()
+    assert session.session in moved
+    session.close(clean=False)

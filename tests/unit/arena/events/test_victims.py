@@ -10,8 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from simm.arena.events.victims import AGE_BUCKETS, AGE_SAMPLE, Ghosts, Victims, age_bound_s
+from simm.arena.hashing import EpochHasher, Hasher
 from simm.arena.queues import KeyWords
-from simm.constants import GHOST_STEP, SLAB_CHUNK_BYTES_MAX
+from simm.constants import COUNT_MISSED, GHOST_STEP, SLAB_CHUNK_BYTES_MAX
+from simm.host.count_log import CallLogs
+from simm.ipc.counts import missed_keys, new_words
 from simm.server.operators.pages import Row, metrics
 from tests.support.store_world import World, new_segment, remove_segment
 
@@ -88,3 +91,26 @@ def test_evicted_keys_are_remembered_and_others_are_not() -> None:
     assert {slot % GHOST_STEP for slot in noted} == {0} and noted[-1] >= 390
     assert not any(map(victims.evicted, keys[400:]))
     assert not Victims().evicted(keys[0]), "without a memory nothing is known"
+
+
+@pytest.mark.parametrize("hasher", [Hasher("n"), EpochHasher("n", 5), EpochHasher("n", (1 << 20) + 7)])
+def test_issue_keys_of_a_namespace_with_epochs_are_told_apart(world: World, hasher: Hasher) -> None:
+    """Their digests end alike: keys that were never stored were all taken for evicted ones."""
+    store = world.store
+    digests = [hasher(f"k{number}") for number in range(1000)]
+    for number, digest in enumerate(digests):
+        assert store.table.publish(digest, world.geometry.data_offset + 64 * number, 1, 0, 64, 0, 0, 1) is not None
+    victims = Victims(Ghosts(store.geometry.slots, store.table.key_words()))
+    logs = CallLogs()
+    logs.count_in(new_words())
+
+    def evicted(digest: bytes) -> bool:
+        logs.missed(digest)
+        (key,) = missed_keys(logs.counts, logs.counts[COUNT_MISSED] - 1)[1]
+        return victims.evicted(key)
+
+    never = [hasher(f"never {number}") for number in range(1000)]
+    assert sum(map(evicted, [*digests, *never])) <= 2
+    victims.many([store.table.lookup(digest) for digest in digests], 64)
+    assert sum(map(evicted, digests)) > 0.8 * len(digests) / GHOST_STEP
+    assert sum(map(evicted, never)) <= 2
