@@ -14,6 +14,7 @@ Nothing is copied after :meth:`CopyPool.run` has returned or raised. Its caller 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -24,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Final
 from . import fork
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
+
+    from .threads import Pool
 
 #: More threads than that fill no memory bus.
 THREADS_MAX: Final = 8
-#: After a lack of threads the pool makes them anew at the next copy after so many seconds.
-RENEW_S: Final = 1.0
 _NODES: Final = "/sys/devices/system/node"
 
 
@@ -60,15 +61,17 @@ def _cpus(text: str) -> set[int]:
 
 
 class CopyPool:
-    """A pool of threads, which are made when they are first needed and end with the last user."""
+    """Threads that copy, which are made when they are first needed and end with the last user.
+
+    They are those of a :class:`~simm.host.threads.Pool`, as an interrupt of an executor of the standard library stops
+    all executors of the process.
+    """
 
     def __init__(self) -> None:
-        #: By NUMA node, -1 for threads that run anywhere: the threads, and how many.
-        self._executors: dict[int, tuple[ThreadPoolExecutor, int]] = {}
-        #: When to make the threads anew, 0 for not at all. An executor whose thread could not be started takes the job
-        #: that it has queued for an idle thread from then on, and so starts one less for good.
-        self._renew_at = 0.0
+        #: By NUMA node, -1 for threads that run anywhere.
+        self._pools: dict[int, Pool] = {}
         self._users = 0
+        #: Guards the number of users. No copy takes it.
         self._lock = threading.RLock()  # the collector may end a user in the middle of what follows
         fork.in_child(self._after_fork)
 
@@ -78,26 +81,30 @@ class CopyPool:
             self._users += 1
 
     def leave(self) -> None:
-        """Count a user less. The threads end with the last one."""
+        """Count a user less. The threads end with the last one.
+
+        A finalizer calls this, in any thread. So it waits for none, and takes no lock whose holder waits for one.
+        """
+        over: dict[int, Pool] = {}
         with self._lock:
             self._users -= 1
-            over: list[ThreadPoolExecutor] = []
             if self._users <= 0:
-                over = [executor for executor, _ in self._executors.values()]
-                self._executors = {}
-        for executor in over:
-            executor.shutdown(wait=False)
+                over, self._pools = self._pools, over
+        for pool in list(over.values()):
+            pool.shutdown(wait=False)
 
     def run(self, part: Callable[[int], None], count: int, threads: int, node: int = -1) -> None:
         """Call ``part`` with each number below ``count``, in this thread and ``threads`` - 1 others.
 
         ``node``: the NUMA node whose memory is copied, -1 if it does not matter. When it returns or raises no part runs
-        and none will, also after an interruption.
+        and none will, also after an interruption. It returns only if all parts have ended without an exception, and
+        else raises one of theirs.
         """
         numbers = deque(range(count))
-        #: An item for each helper that runs; one as soon as no further part may begin.
+        #: An item for each helper that runs; one as soon as no further part may begin; what parts of helpers raised.
         running: list[None] = []
         ended: list[None] = []
+        failed: list[BaseException] = []
 
         def work() -> None:
             while not ended:
@@ -111,50 +118,58 @@ class CopyPool:
             running.append(None)
             try:
                 work()
+            except BaseException as exc:
+                failed.append(exc)
+                ended.append(None)
             finally:
                 running.pop()
 
+        helpers = min(threads, count) - 1
         jobs: list[Future[None]] = []
+        job: Future[None] | None = None
         try:
             try:
-                for _ in range(min(threads, count) - 1):
-                    jobs.append(self._helpers(threads - 1, node).submit(help_out))  # noqa: PERF401
-            except (OSError, MemoryError, RuntimeError):  # or the pool ends just now: we do it all
-                self._renew_at = self._renew_at or time.monotonic() + RENEW_S
-            work()
-            for job in jobs:
-                if not job.cancel():
-                    job.result()
-        except BaseException:
-            _abandon(running, ended)
-            raise
-        if len(jobs) < min(threads, count) - 1:
-            _abandon(running, ended)
+                try:
+                    pool = self._helpers(threads - 1, node) if helpers > 0 else None
+                except (OSError, ImportError, MemoryError, RuntimeError):  # for the modules of threads; we do it all
+                    pool = None
+                while pool is not None and len(jobs) < helpers:
+                    job = pool.hand_over(help_out)
+                    if job is None:  # no thread can be started, or the pool ends just now
+                        break
+                    jobs.append(job)
+                work()
+                for job in jobs:
+                    if not job.cancel():
+                        job.result()
+            except BaseException:
+                _abandon(running, ended)
+                raise
+            if len(jobs) < helpers or failed:
+                _abandon(running, ended)
+            if failed:
+                raise failed[0]
+        finally:  # else an exception and this frame hold each other, and with them the caller's arena
+            failed.clear()
+            jobs.clear()
+            job = None
 
-    def _helpers(self, count: int, node: int) -> ThreadPoolExecutor:
-        from concurrent.futures import ThreadPoolExecutor
-
+    def _helpers(self, count: int, node: int) -> Pool:
+        """Return the threads of a node, ``count`` of them if there are so many to spare. Takes no lock."""
         cpus = cpus_of(node)
         node = node if cpus else -1
-        with self._lock:
-            if self._renew_at and time.monotonic() >= self._renew_at:
-                self._renew_at = 0.0
-                for old, _ in self._executors.values():
-                    old.shutdown(wait=False)
-                self._executors = {}
-            executor, size = self._executors.get(node, (None, 0))
-            if executor is None or size < count:
-                if executor is not None:
-                    executor.shutdown(wait=False)
-                executor = ThreadPoolExecutor(
-                    count, thread_name_prefix="simm-copy", initializer=_stay_on, initargs=(cpus,)
-                )
-                self._executors[node] = executor, count
-            return executor
+        pool = self._pools.get(node)
+        if pool is None:
+            from .threads import Pool  # most processes make no such copy
+
+            made = Pool(count, "simm-copy", functools.partial(_stay_on, cpus) if cpus else None)
+            pool = self._pools.setdefault(node, made)  # another thread may just have made them
+        pool.grow(count)
+        return pool
 
     def _after_fork(self) -> None:
         """Forget the threads, which only the parent has."""
-        self._executors = {}
+        self._pools = {}
         self._lock = threading.RLock()
 
 
@@ -190,8 +205,8 @@ def _stay_on(cpus: frozenset[int]) -> None:
 def _abandon(running: list[None], ended: list[Any]) -> None:
     """Let no further part of a copy begin, and wait for those that run, deferring KeyboardInterrupt.
 
-    Not by the jobs that are known: a submit() that was interrupted, or failed, may have begun one and returned none. A
-    helper appends to ``running`` before it reads ``ended``: one of the two sees the other.
+    Not by the jobs that are known: a hand-over that was interrupted may have begun one and returned none. A helper
+    appends to ``running`` before it reads ``ended``: one of the two sees the other.
     """
     interrupted: BaseException | None = None
     while not ended or running:

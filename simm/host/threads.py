@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import math
 import os
 import threading
 import time
@@ -71,6 +73,145 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
             thread.join()
 
 
+def lives(thread: threading.Thread) -> bool:
+    """Return whether a thread that was started has not ended. O(1).
+
+    Before Python 3.13 a thread counts as ended for good once a signal's handler has raised in its ``is_alive`` or
+    ``join``, though it runs. Here that changes nothing.
+    """
+    lock = getattr(thread, "_tstate_lock", None)  # before 3.13: taken while it runs
+    return thread.is_alive() if lock is None else bool(lock.locked())
+
+
+def ended_within(thread: threading.Thread, seconds: float) -> bool:
+    """Wait until a thread has ended, for ``seconds`` at most; return whether it has. One that was not started has.
+
+    An interrupt here does not make it count as ended, as one in its ``join`` does.
+    """
+    until = time.monotonic() + seconds
+    while lives(thread):
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(left, BEAT_S / 10))
+    return True
+
+
+class _Plain(threading.Condition):
+    """A condition whose lock no interrupt leaves taken by a ``with`` statement, which finds functions of C here.
+
+    Those of the base class are Python's: what a signal's handler raises in them leaves the lock taken for good. On
+    Python 3.10 that may still be so for a wait with a time limit, whose caller raises within the ``with``.
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a :meth:`notify`, for ``timeout`` seconds at most; return whether it came. The lock is held."""
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            if not self._is_owned():  # type: ignore[attr-defined]  # it was given back, and not taken again
+                self.acquire()
+            raise
+
+
+@functools.cache
+def _job_class() -> type[Future[Any]]:
+    """Return the class of a pool's jobs. Loads ``concurrent.futures``, which many processes do not need."""
+    from concurrent.futures import Future
+
+    class Job(Future[Any]):
+        """What becomes of a call. No interrupt in another thread leaves its lock taken, or one who waits untold.
+
+        ``concurrent.futures.wait`` takes the locks of jobs in Python functions, so it is not for a thread that handles
+        signals. On Python 3.10 ``result`` and ``exception`` with a time limit are not for one either.
+        """
+
+        _done_callbacks: list[Callable[[Future[Any]], object]]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._condition = _Plain()
+
+        def cancel(self) -> bool:
+            """Cancel the call unless it has begun; return whether it is cancelled. Tells what an interrupt has left."""
+            if not super().cancel():
+                return False
+            self.tell()
+            return True
+
+        def set_running_or_notify_cancel(self) -> bool:
+            """Return whether the call is to be run. Tells what an interrupt of :meth:`cancel` has left."""
+            if super().set_running_or_notify_cancel():
+                return True
+            self.tell()
+            return False
+
+        def tell(self) -> None:
+            """Tell all who wait that it has ended. Twice is harmless."""
+            with self._condition:
+                self._condition.notify_all()
+            self._invoke_callbacks()
+
+        def _invoke_callbacks(self) -> None:
+            """Call each once, whichever thread comes first."""
+            while self._done_callbacks:
+                try:
+                    callback = self._done_callbacks.pop(0)
+                except IndexError:  # another thread has taken it
+                    return
+                try:
+                    callback(self)
+                except Exception:
+                    import logging
+
+                    logging.getLogger("concurrent.futures").exception("exception calling callback for %r", self)
+
+    return Job
+
+
+class _Crew:
+    """What a pool shares with its threads, which do not refer to the pool."""
+
+    __slots__ = ("begin", "calls", "closed", "jobs", "most", "pid", "threads")
+
+    def __init__(self, calls: SimpleQueue[Any], most: int, begin: Callable[[], object] | None, closed: bool) -> None:
+        #: (job, call, arguments) each; None at the end.
+        self.calls = calls
+        self.most = most
+        self.begin = begin
+        self.closed = closed
+        #: Those that have not ended.
+        self.jobs: set[Future[Any]] = set()
+        #: Those that work, or have ended after all calls. Each notes itself when it begins to work.
+        self.threads: list[_Member] = []
+        self.pid = os.getpid()
+
+
+class _Member(threading.Thread):
+    """A thread of a pool. It does not refer to the pool."""
+
+    def __init__(self, crew: _Crew, name: str) -> None:
+        super().__init__(target=_work, args=(crew, self), name=name, daemon=True)
+        #: Set when it works, or does not.
+        self.begun = Wake()
+        #: Whether it runs no call any more, and will not. ``ended`` is set then.
+        self.over = False
+        self.ended = Wake()
+
+    def wait(self, until: float = math.inf) -> None:
+        """Wait until it is over, until ``until`` (monotonic seconds). No interrupt makes it count as over."""
+        while not self.over:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self.ended.wait(min(left, AGAIN_S))
+        self.ended.set()  # for the next one who waits
+        self.join(AGAIN_S)  # its last steps, which use nothing of a caller's
+
+
 class Pool:
     """Threads that run calls, ``threads`` of them at most. A call is run once, or never. Any thread may call it.
 
@@ -82,29 +223,47 @@ class Pool:
     Calls are begun in the order in which they came. Threads are started when they are needed and stay. They are
     daemons: a call that hangs keeps no process from its end, which waits ``EXIT_S`` for them. A forked child begins
     without threads, and without the parent's calls. The threads end when nothing refers to the pool.
+
+    A job always ends: a call that no thread can run any more is cancelled.
+
+    Args:
+        threads: see above.
+        name: of the threads, with a number.
+        begin: is called in each thread before its first call. It must not refer to the pool.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
-        from concurrent.futures import Future  # many processes have no pool
+    def __init__(self, threads: int, name: str, begin: Callable[[], object] | None = None) -> None:
         from queue import SimpleQueue
 
-        self._threads_max, self._name = threads, name
-        self._new_job: type[Future[Any]] = Future
+        self._name = name
+        self._new_job = _job_class()
         self._new_queue: Callable[[], SimpleQueue[Any]] = SimpleQueue
-        self._closed = False
-        self._begin()
-        fork.in_child(self._begin)
-        _POOLS.add(self)
+        self._begin(_Crew(SimpleQueue(), threads, begin, False))
+        fork.in_child(self._in_child)
 
-    def _begin(self) -> None:
+    def _begin(self, crew: _Crew) -> None:
         #: Reentrant, as a signal's handler may call here while its thread does.
         self._lock = threading.RLock()
-        #: (job, call, arguments) each; None at the end.
-        self._calls = self._new_queue()
-        #: Those that have not ended.
-        self._jobs: set[Future[Any]] = set()
-        self._threads: list[threading.Thread] = []
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        self._crew = crew
+        weakref.finalize(self, crew.calls.put, None).atexit = False
+
+    def _in_child(self) -> None:
+        """Leave the threads and their calls to the parent."""
+        self._begin(_Crew(self._new_queue(), self._crew.most, self._crew.begin, self._crew.closed))
+
+    @property
+    def _jobs(self) -> set[Future[Any]]:
+        return self._crew.jobs
+
+    @property
+    def _threads(self) -> list[_Member]:
+        return self._crew.threads
+
+    def grow(self, threads: int) -> None:
+        """Let there be so many threads at least. O(1)."""
+        if threads > self._crew.most:
+            with self._lock:
+                self._crew.most = max(self._crew.most, threads)
 
     def hand_over(self, call: Callable[..., _T], *arguments: Any) -> Future[_T] | None:
         """Give a call to a thread; return its job. None: nothing runs it, now or later. Does not wait for it.
@@ -112,83 +271,134 @@ class Pool:
         None if the pool is shut down, or if no thread is idle and a further one cannot be started. O(1). An interrupt
         takes the call back, unless a thread has begun it.
         """
+        job: Future[_T] | None = None
         with self._lock:
-            if self._closed:
+            if self._crew.closed:
                 return None
+            crew = self._crew
             try:
-                job: Future[_T] = self._new_job()
-            except MemoryError:
-                return None
-            try:
-                self._jobs.add(job)
-                if not len(self._jobs) > len(self._threads) < self._threads_max or self._start_one():
-                    self._calls.put((job, call, arguments))
-                    return job
+                job = self._new_job()
+                crew.jobs.add(job)
+                if not _short(crew) or self._start_one(crew) or not _short(crew):
+                    crew.calls.put((job, call, arguments))
+                    # If the pool was shut down meanwhile, its threads may end before this call.
+                    if not crew.closed or not job.cancel():
+                        return job
             except BaseException as exc:
-                taken_back = job.cancel()
-                self._jobs.discard(job)
-                if type(exc) is not MemoryError:
+                taken_back = job is None or job.cancel()
+                if taken_back and job is not None:
+                    crew.jobs.discard(job)
+                if not _lacking(exc):
                     raise
                 return None if taken_back else job
-            self._jobs.discard(job)
+            crew.jobs.discard(job)
             return None
 
-    def _start_one(self) -> bool:
-        """Start a further thread; return False if there can be none. Raises what a signal's handler raises."""
-        permit = [True]
-        name = f"{self._name}_{len(self._threads)}"
-        thread = threading.Thread(target=_work, args=(permit, self._calls, self._jobs), name=name, daemon=True)
-        try:
-            self._threads.append(thread)
-            thread.start()
-        except BaseException as exc:
-            with contextlib.suppress(IndexError):  # it has begun
-                permit.pop()
-                self._threads[:] = [each for each in self._threads if each is not thread]
-                if not self._threads:
-                    for job in list(self._jobs):  # of a handler that has relied on this thread
-                        job.cancel()
-            # Of the start itself: another RuntimeError is a handler's.
-            if type(exc) is MemoryError or (isinstance(exc, RuntimeError) and str(exc).startswith("can't")):
-                return False
-            raise
-        return True
+    def _start_one(self, crew: _Crew) -> bool:
+        """Start a further thread; return whether it works. Raises what a signal's handler raises, and if there is none.
+
+        After an interrupt the thread works all the same, unless there are enough by then.
+        """
+        thread = _Member(crew, f"{self._name}_{len(crew.threads)}")
+        thread.start()
+        while not thread.begun.wait(AGAIN_S) and lives(thread):
+            pass  # else it has died before, for want of memory
+        return thread in crew.threads
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls. ``wait`` for those that are left, or cancel those that have not begun.
 
         Again after an interrupt it does what is left. A thread of the pool does not wait for itself.
+
+        Without ``wait`` it takes no lock, so a finalizer may call it. The collector may run one in a thread that is
+        just starting, and whoever starts that has the pool's lock, and waits for it.
         """
-        with self._lock:
-            self._closed = True
-        if cancel_futures:
-            for job in list(self._jobs):
-                job.cancel()
-        self._calls.put(None)
+        crew = self._crew
+        crew.closed = True
         if wait:
-            self._join(None)
+            with self._lock:  # from here on no call is queued
+                pass
+        if cancel_futures:
+            for job in list(crew.jobs):
+                job.cancel()
+        crew.calls.put(None)
+        if wait:
+            # Again and again: a thread that has begun late runs a call, but notes itself before.
+            while (thread := _working(crew)) is not None:
+                thread.wait()
 
-    def _join(self, until: float | None) -> None:
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                with contextlib.suppress(RuntimeError):  # a handler has interrupted its start
-                    thread.join(None if until is None else max(0.0, until - time.monotonic()))
+
+def _working(crew: _Crew) -> _Member | None:
+    """Return a thread of a pool that is not over, other than the calling one."""
+    for thread in list(crew.threads):
+        if not thread.over and thread is not threading.current_thread():
+            return thread
+    return None
 
 
-def _work(permit: list[bool], calls: SimpleQueue[Any], jobs: set[Future[Any]]) -> None:
+def _short(crew: _Crew) -> bool:
+    """Return whether a pool lacks a thread for its calls, and may have one more."""
+    return len(crew.jobs) > len(crew.threads) < crew.most
+
+
+def _lacking(exc: BaseException) -> bool:
+    """Return whether there is no memory, lock or thread to spare. Another RuntimeError is a signal handler's."""
+    return type(exc) is MemoryError or (isinstance(exc, RuntimeError) and str(exc).startswith("can't"))
+
+
+#: The threads of all pools of this process, until they end. Also of pools that nobody has any more.
+_WORKING: Final[dict[_Member, _Crew]] = {}
+fork.in_child(_WORKING.clear)
+
+
+def _work(crew: _Crew, me: _Member) -> None:
     """Run calls until there are no more. Runs in a thread of a pool, which it does not refer to."""
+    given: tuple[Any, ...] | None = None
+    left = True  # before the end of all calls
     try:
-        permit.pop()
-    except IndexError:  # whoever started this thread was interrupted, and counts on none
-        return
-    while (given := calls.get()) is not None:
-        with contextlib.suppress(BaseException):  # what a job cannot take; the thread goes on
-            _run(jobs, *given)
-        del given
-    calls.put(None)  # for the next thread
+        if crew.begin is not None:
+            crew.begin()
+        _WORKING[me] = crew
+        crew.threads.append(me)
+        if crew.threads.index(me) >= crew.most:  # whoever started it was interrupted, and others were started since
+            return
+        me.begun.set()
+        while (given := crew.calls.get()) is not None:
+            try:
+                _run(crew, *given)
+            except BaseException as exc:  # what a job cannot take, or a lack of memory; the thread goes on
+                _end(crew, given[0], exc)
+            given = None
+            if os.getpid() != crew.pid:  # the call has forked: what is queued is the parent's
+                return
+        left = False
+    finally:
+        while True:
+            try:  # here, and not in a function: there may be no memory for a call
+                if given is not None:
+                    crew.jobs.discard(given[0])
+                    if not given[0].done():
+                        given[0].set_exception(MemoryError("no memory for the end of a call"))
+                    given[0].tell()
+                    given = None
+                if not left:
+                    crew.calls.put(None)  # for the next thread
+                elif os.getpid() == crew.pid:
+                    if me in crew.threads:
+                        crew.threads.remove(me)
+                    if not crew.threads:
+                        for job in list(crew.jobs):
+                            job.cancel()
+                _WORKING.pop(me, None)
+                me.over = True
+                me.begun.set()
+                me.ended.set()
+                break
+            except BaseException:  # of a callback: each is called once, so this ends
+                time.sleep(AGAIN_S)
 
 
-def _run(jobs: set[Future[Any]], job: Future[_T], call: Callable[..., _T], arguments: tuple[Any, ...]) -> None:
+def _run(crew: _Crew, job: Future[_T], call: Callable[..., _T], arguments: tuple[Any, ...]) -> None:
     """Run a call, unless its job is cancelled. Whoever has the result finds this thread idle."""
     try:
         if not job.set_running_or_notify_cancel():
@@ -196,28 +406,39 @@ def _run(jobs: set[Future[Any]], job: Future[_T], call: Callable[..., _T], argum
         try:
             result = call(*arguments)
         except BaseException as exc:
-            jobs.discard(job)
+            crew.jobs.discard(job)
             job.set_exception(exc)
         else:
-            jobs.discard(job)
+            crew.jobs.discard(job)
             job.set_result(result)
     finally:
-        jobs.discard(job)
+        crew.jobs.discard(job)
         del job, call, arguments  # the job holds the call's exception, which holds this frame
 
 
-#: Those of this process.
-_POOLS: Final[weakref.WeakSet[Pool]] = weakref.WeakSet()
+def _end(crew: _Crew, job: Any, error: BaseException) -> None:
+    """End a job whose thread has failed, and tell all who wait. Goes on while there is no memory for that."""
+    crew.jobs.discard(job)
+    while True:
+        try:
+            if not job.done():
+                job.set_exception(error.with_traceback(None))  # whose frames hold the job, which holds the error
+            job.tell()
+            return
+        except BaseException:  # of a callback: each is called once, so this ends
+            time.sleep(AGAIN_S)
 
 
 def _end_pools() -> None:
     """Let the threads of all pools end what they have, for a while: they are stopped in the middle then."""
     until = time.monotonic() + EXIT_S
-    pools = list(_POOLS)
-    for pool in pools:
-        pool.shutdown(wait=False)
-    for pool in pools:
-        pool._join(until)
+    working = list(_WORKING)  # no other thread comes in between
+    for crew in list(_WORKING.values()):
+        crew.closed = True
+        crew.calls.put(None)
+    for thread in working:
+        if thread is not threading.current_thread():
+            thread.wait(until)
 
 
 atexit.register(_end_pools)
@@ -230,8 +451,11 @@ class Waiters:
     there leaves the lock taken for good, or makes the ``with`` statement release it while another thread has it. Here
     nobody waits within a ``with``: each waits for a lock of its own, and takes the shared one by another ``with``.
 
-    :meth:`notify` wakes one, as dozens of threads may wait for one thing that was given back. A wake-up that its thread
-    does not use goes to the next one. One that an interrupt has cost is made up for after ``AGAIN_S``.
+    :meth:`notify` wakes one, as dozens of threads may wait for one thing that was given back. So those who wait either
+    wait for the same, or are told by :meth:`notify_all`. Where several things were given back by one call, whoever
+    takes some wakes the next one: what it calls to look does that, as it alone knows what is left. A wake-up that comes
+    too late for its thread, or ends in an error, goes to the next one. One whose thread finds nothing left does not.
+    One that an interrupt has cost is made up for after ``AGAIN_S``.
     """
 
     __slots__ = ("_lock", "_waiting")
@@ -274,8 +498,13 @@ class Waiters:
                 if mine is not None and not woken:
                     self._waiting.remove(mine)
                 left = until - time.monotonic()
-                if (mine is None or late or left > 0) and met():
-                    return True
+                try:
+                    if (mine is None or late or left > 0) and met():
+                        return True
+                except BaseException:
+                    if woken:
+                        self.notify()
+                    raise
                 if left <= 0:
                     if woken:
                         self.notify()
@@ -337,3 +566,28 @@ class Closer:
 
 
 CLOSER: Final = Closer()
+
+
+class Wake:
+    """What any thread sets and one waits for, by calls of C alone.
+
+    A ``threading.Event`` takes its lock in Python functions. What a signal's handler raises there leaves the lock taken
+    for good: whoever waits hangs, and so does every later thread that sets it.
+    """
+
+    def __init__(self) -> None:
+        #: Taken while it is not set.
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def set(self) -> None:
+        """End the wait, or the next one. O(1). Twice is once."""
+        try:
+            self._unset.release()
+        except RuntimeError as exc:
+            if str(exc) != "release unlocked lock":  # else it is set; a handler may raise another one
+                raise
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is set, for ``timeout_s`` seconds; return whether it was. It is not set any more then."""
+        return self._unset.acquire(True, timeout_s)

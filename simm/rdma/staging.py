@@ -138,6 +138,8 @@ class StagingPool:
             self._memory += (memory,)
             self._free += fresh
             self._made += count
+        if len(self._free) > wanted:  # what one call has given back may do for the next one who waits, too
+            self._changed.notify()
         taken += self._free[-wanted:]
         del self._free[-wanted:]
         return len(taken) > 0

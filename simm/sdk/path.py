@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..arena.layout import State
 from ..config.client_options import ClientOptions
 from ..host import fork
-from ..host.threads import Waiters
+from ..host.threads import Waiters, lives
 from ..ipc.tally import Tallies
 from ..net.allowance import allowed, tries_within
 from ..net.channel import BACKOFF_S, Backoff
@@ -84,8 +84,9 @@ class Path:
         #: Why the path cannot be used; None while it is UP.
         self.down_reason: str | None = "not connected yet"
         self.backoff = Backoff(pauses=pauses)
-        #: Whether an attempt is in progress.
-        self.connecting = False
+        #: Whether an attempt has been started that has not told of its end; its thread once that has begun.
+        self._connecting = False
+        self._connector: threading.Thread | None = None
         #: The attempt that has begun last: an object of its own.
         self._latest: object = None
         #: Guards the state and the pool; never held during I/O.
@@ -99,6 +100,18 @@ class Path:
         fork.in_child(self._after_fork)
 
     # -- attempts ---------------------------------------------------------------------------------
+
+    @property
+    def connecting(self) -> bool:
+        """Whether an attempt is in progress. One whose thread has ended early, for want of memory, is not."""
+        if not self._connecting:
+            return False
+        connector = self._connector
+        return connector is None or lives(connector)
+
+    @connecting.setter
+    def connecting(self, value: bool) -> None:
+        self._connecting = value
 
     def connect_soon(self) -> None:
         """Start an attempt in a thread of its own, unless one is in progress, or none is needed.
@@ -121,12 +134,14 @@ class Path:
     def _start_locked(self) -> None:
         thread: threading.Thread | None = None
         try:
-            self.connecting = True
+            self._connecting, self._connector = True, None
             self._latest = mine = object()
             thread = threading.Thread(target=self._run, args=(mine,), name=self.thread_name, daemon=True)
             thread.start()
+            self._connector = thread
         except BaseException as exc:
-            self._latest, self.connecting = None, False  # a thread that runs all the same makes no attempt
+            # Not the property: an interrupt may come as a function begins.
+            self._latest, self._connecting = None, False  # a thread that runs all the same makes no attempt
             # Else a signal's handler has raised it, or there is no memory: the next operation starts another one.
             if not isinstance(exc, RuntimeError) or thread is None or thread.ident is not None:
                 raise
@@ -235,6 +250,7 @@ class Path:
 
     def _after_fork(self) -> None:
         """Close the path in the child of a fork. Takes no lock; each channel closes its copy of a socket."""
+        self._connecting = False  # the thread, or the one that was starting it, is the parent's
         self.state = PathState.CLOSED
         self.down_reason = "forked"
 

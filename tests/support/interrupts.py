@@ -15,20 +15,24 @@ class Interrupted(BaseException):
 
 
 def everywhere(
-    call: Callable[[], object], check: Callable[[], object], modules: tuple[str, ...] = ("simm.",)
+    call: Callable[[], object], check: Callable[[], object], modules: tuple[str, ...] = ("simm.",), *,
+    waits: bool = False,
 ) -> int:  # fmt: skip
     """Interrupt a call at each of its places, and check after each; return their number.
 
     The places are in modules whose names begin so, and in functions called ``acquire``. Not in that of logging: a lock
     that is left there stops every other thread that logs, for the rest of the process.
+
+    ``waits``: also in the middle of each wait for a lock, which the exception ends without it.
     """
     left = 0
 
-    def look(frame: Any, event: str, _: object) -> None:
+    def look(frame: Any, event: str, argument: Any) -> None:
         nonlocal left
         module = frame.f_globals["__name__"]
         ours = module.startswith(modules) or (frame.f_code.co_name == "acquire" and module != "logging")
-        if ours and event in ("call", "c_return"):
+        waiting = waits and event == "c_call" and argument.__name__ == "acquire"
+        if ours and (waiting or event in ("call", "c_return")):
             left -= 1
             if left == -1:
                 sys.setprofile(None)

@@ -114,7 +114,7 @@ def test_addresses_of_writable_and_of_read_only_memory() -> None:
 
 
 def test_a_part_that_an_interruption_has_lost_does_not_run_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C within submit(), which has begun a job and returns none: it wrote into the chunk's next value."""
+    """Ctrl-C as a job is handed over, which has begun it and returns none: it wrote into the chunk's next value."""
     copier = Copier(3)
     source, target = np.ones(ROOM, np.uint8), np.zeros(ROOM, np.uint8)
     with ThreadPoolExecutor(1) as pool:
@@ -125,7 +125,7 @@ def test_a_part_that_an_interruption_has_lost_does_not_run_after_the_copy(monkey
             pool.submit(*job)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(POOL, "_helpers", lambda *_: SimpleNamespace(submit=interrupted))
+        monkeypatch.setattr(POOL, "_helpers", lambda *_: SimpleNamespace(hand_over=interrupted))
         with pytest.raises(KeyboardInterrupt):
             copier.copy(address_of(view_of(target)), address_of(view_of(source)), SPLIT_BYTES)
         go.set()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ import pytest
 from simm.host import buffers, copy_pool
 from simm.host.buffers import Copier
 from simm.host.copy_pool import THREADS_MAX, CopyPool, cpus_of, default_threads
-from tests.support.scarce_threads import ERRORS, no_threads
+from simm.host.threads import Pool
+from tests.support.interrupts import everywhere
+from tests.support.scarce_threads import ERRORS, lose_jobs, no_threads
 from tests.support.waiting import wait_until
 
 WAIT_S = 120
@@ -146,15 +150,10 @@ def test_an_error_ends_the_others_first(pool: CopyPool, where: str) -> None:
 
 
 def test_without_threads_the_caller_does_all(pool: CopyPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A submit() that fails may have left its job behind, which another thread begins later: it finds nothing to do."""
+    """A job that another thread begins all the same, and later, finds nothing to do."""
     done: list[str] = []
     late: list[Any] = []
-
-    def fails(job: Any) -> None:
-        late.append(job)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(pool, "_helpers", lambda *_: SimpleNamespace(submit=fails, shutdown=lambda wait: None))
+    monkeypatch.setattr(pool, "_helpers", lambda *_: SimpleNamespace(hand_over=late.append))
     pool.run(lambda _: done.append(threading.current_thread().name), 4, 3)
     assert done == [threading.current_thread().name] * 4
     with ThreadPoolExecutor(1) as other:
@@ -162,12 +161,117 @@ def test_without_threads_the_caller_does_all(pool: CopyPool, monkeypatch: pytest
     assert len(done) == 4
 
 
+@pytest.mark.parametrize("where", ["helper", "lost helper"])
+def test_issue_a_part_that_fails_fails_the_copy(pool: CopyPool, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Also one of a helper that nobody knows of: the copy counted as done, and a get with old bytes as a hit."""
+    caller, begun = threading.current_thread(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def lost(helper: Callable[[], None]) -> None:
+        threads.append(threading.Thread(target=helper))
+        threads[0].start()
+        assert begun.wait(WAIT_S)
+
+    def part(_: int) -> None:
+        if threading.current_thread() is not caller:
+            begun.set()
+            raise MemoryError
+        assert begun.wait(WAIT_S)
+
+    if where == "lost helper":
+        monkeypatch.setattr(pool, "_helpers", lambda *_: SimpleNamespace(hand_over=lost))
+    with pytest.raises(MemoryError):
+        pool.run(part, 4, 3)
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_issue_the_last_user_ends_in_a_helpers_thread_that_is_just_starting(pool: CopyPool) -> None:
+    """The collector ended it there: the helper waited for the lock of the caller, who waited for the helper."""
+    pool.join()
+    pool._pools[-1] = Pool(1, "simm-copy", lambda: [pool.leave() for _ in range(2)])
+    done: list[int] = []
+    caller = threading.Thread(target=pool.run, args=(done.append, 4, 2), daemon=True)
+    caller.start()
+    caller.join(WAIT_S)
+    assert not caller.is_alive() and sorted(done) == [0, 1, 2, 3] and not pool._pools
+    pool.join()
+
+
+@pytest.mark.parametrize("how", ["part", "interrupt", "job"])
+def test_a_copy_that_failed_keeps_nothing(pool: CopyPool, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A cycle with the exception would keep the caller's arena until the collector runs."""
+    if how == "interrupt":
+        abandon = copy_pool._abandon
+
+        def interrupted(*given: Any) -> None:
+            abandon(*given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(copy_pool, "_abandon", interrupted)
+    elif how == "job":
+        lose_jobs(pool._helpers(1, -1), 1)
+
+    class Arena:
+        pass
+
+    arena = Arena()
+    gone, caller, begun = weakref.ref(arena), threading.current_thread(), threading.Event()
+
+    def part(number: int, _arena: Arena = arena) -> None:
+        if how == "job":  # the thread has the job by the time that the last part ends
+            if number:
+                wait_until(lambda: not pool._pools[-1]._jobs, "the job is lost")
+            return
+        if threading.current_thread() is not caller:
+            begun.set()
+            raise MemoryError
+        assert begun.wait(WAIT_S)
+
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            pool.run(part, 2, 2)
+        except (MemoryError, KeyboardInterrupt) as exc:
+            raised = type(exc)
+        assert raised is (KeyboardInterrupt if how == "interrupt" else MemoryError)
+        del part, arena
+        wait_until(lambda: gone() is None, "the helper's thread has let go of it")
+    finally:
+        gc.enable()
+
+
+def test_issue_no_interrupt_of_a_copy_stops_the_next_one(pool: CopyPool) -> None:
+    """The lock of an executor's semaphore stayed taken, and with it that of all executors of the process."""
+    together = threading.Barrier(3)
+    pool.run(lambda _: together.wait(WAIT_S) and None, 3, 3)
+
+    def check() -> None:
+        done: list[int] = []
+        another = threading.Thread(target=pool.run, args=(done.append, 6, 3), daemon=True)
+        another.start()
+        another.join(WAIT_S)
+        assert not another.is_alive() and sorted(done) == list(range(6))
+
+    modules = ("simm.host", "threading", "concurrent.futures")
+    assert everywhere(lambda: pool.run(lambda _: None, 6, 3), check, modules) > 20
+    pool.run(lambda _: together.wait(WAIT_S) and None, 3, 3)  # no thread is lost
+
+
+def test_threads_are_added_when_more_are_asked_for(pool: CopyPool) -> None:
+    found: list[set[threading.Thread]] = []
+    for count in (2, 4, 3):
+        together = threading.Barrier(count)
+        pool.run(lambda _, together=together: together.wait(WAIT_S) and None, count, count)
+        (only,) = pool._pools.values()
+        found.append(set(only._threads))
+    assert [len(each) for each in found] == [1, 3, 3] and found[0] < found[1] == found[2]
+
+
 @pytest.mark.parametrize("error", ERRORS)
-def test_after_a_lack_of_threads_all_of_them_copy(
-    pool: CopyPool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an executor has queued then counts as an idle thread, so that it would start one less for good."""
-    monkeypatch.setattr(copy_pool, "RENEW_S", 1e9)
+def test_after_a_lack_of_threads_all_of_them_copy(pool: CopyPool, error: type[Exception]) -> None:
+    """An executor counts what it has queued then as an idle thread, and would start one less for good."""
     busy, go = threading.Barrier(3), threading.Event()
 
     def wait(_: int) -> None:
@@ -177,17 +281,13 @@ def test_after_a_lack_of_threads_all_of_them_copy(
     caller = threading.Thread(target=pool.run, args=(wait, 2, 4))
     caller.start()
     busy.wait(WAIT_S)  # one helper is there, and has no time
-    ((executor, _),) = pool._executors.values()
     done: list[int] = []
     with no_threads("simm-copy", error):
         for _ in range(3):
             pool.run(done.append, 4, 4)
     assert sorted(done) == sorted(3 * [0, 1, 2, 3])
-    assert list(pool._executors.values()) == [(executor, 3)], "it is not made anew at each copy"
-    pool._renew_at = 1e-9
     go.set()
     caller.join(WAIT_S)
-    wait_until(lambda: executor._shutdown or executor._work_queue.empty(), "it does not take what is queued")
     together = threading.Barrier(4)
 
     def meet(_: int) -> None:
@@ -218,11 +318,11 @@ def test_copiers_share_threads_which_end_with_the_last(monkeypatch: pytest.Monke
     for copier in copiers:
         copier.copy_all([(target.ctypes.data, source.ctypes.data, 1 << 20)])
     assert len(copier_threads() - before) <= 2
-    ((executor, _),) = buffers.POOL._executors.values()
+    (only,) = buffers.POOL._pools.values()
     for copier in copiers:
         copier.close()
         copier.close()
-    for thread in executor._threads:
+    for thread in only._threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
 
@@ -249,8 +349,8 @@ def test_the_threads_of_a_node_stay_on_it(pool: CopyPool, monkeypatch: pytest.Mo
     assert where(pool, 0) == where(pool, -1) == {own}
     assert where(pool, 1) == {one}
     assert os.sched_getaffinity(0) == own, "the caller's thread stays where it is"
-    assert sorted(pool._executors) == [-1, 1]
-    threads = [thread for executor, _ in pool._executors.values() for thread in executor._threads]
+    assert sorted(pool._pools) == [-1, 1]
+    threads = [thread for each in pool._pools.values() for thread in each._threads]
     pool.leave()
     for thread in threads:
         thread.join(WAIT_S)

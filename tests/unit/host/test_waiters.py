@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,6 +220,36 @@ def test_a_wake_up_that_comes_too_late_goes_to_the_next_one(monkeypatch: pytest.
     for thread in threads:
         thread.join(WAIT_S)
     assert got == {"late": False, "next": True}
+
+
+def test_issue_a_wake_up_that_ends_in_an_error_goes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "AGAIN_S", 2 * WAIT_S)
+    room = Room()
+    ended: list[str] = []
+
+    def fail() -> bool:
+        if room.left:
+            raise ZeroDivisionError
+        return False
+
+    def wait(name: str, look: Callable[[], bool]) -> None:
+        try:
+            room.changed.wait_for(look, time.monotonic() + 2 * WAIT_S)
+        except ZeroDivisionError:
+            pass
+        ended.append(name)
+
+    both = (("bad", fail), ("next", room.take))
+    threads = [threading.Thread(target=wait, args=each, daemon=True) for each in both]
+    for count, thread in enumerate(threads, 1):
+        thread.start()
+        wait_until(lambda count=count: len(room.changed._waiting) == count, "it waits")
+    with room.lock:
+        room.left = 1
+        room.changed.notify()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert sorted(ended) == ["bad", "next"] and not room.left and not room.changed
 
 
 def test_a_lost_wake_up_costs_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from simm.errors import CorruptionError, TransportError
+from simm.host import threads as threads_module
 from simm.rdma.staging import BLOCK_BYTES, IDLE_MAX, StagingMemory, StagingPool
 from tests.support.client_checks import check_staging
+from tests.support.waiting import wait_until
 
 #: From 3.12 on CPython warns of every fork next to threads. They are the point of a test.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -69,6 +71,60 @@ def test_a_waiting_transfer_gets_what_another_releases() -> None:
     pool.release(held)
     waiting.join(WAIT_S)
     assert [block.address for block in got[0]] == [held[0].address]
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_issue_blocks_that_one_call_gives_back_reach_all_whom_they_suffice_for(
+    wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was woken and took its share. The others slept on, next to free blocks."""
+    monkeypatch.setattr(threads_module, "AGAIN_S", 2 * WAIT_S)
+    pool = StagingPool(4 * BLOCK_BYTES)
+    held = pool.take(4, time.monotonic() + WAIT_S)
+    addresses = {block.address for block in held}
+    got: list[Any] = []
+
+    def take() -> None:
+        got.extend(pool.take(wanted, time.monotonic() + 2 * WAIT_S))
+
+    waiting = [threading.Thread(target=take, daemon=True) for _ in range(4 // wanted)]
+    for thread in waiting:
+        thread.start()
+    wait_until(lambda: len(pool._changed._waiting) == len(waiting), "they wait")
+    pool.give_back(held)
+    for thread in waiting:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert len(got) == 4 and {block.address for block in got} == addresses and not pool._changed
+
+
+def test_issue_more_blocks_than_their_taker_wants_wake_no_more_than_one_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else dozens of threads look for each block, and all but one in vain."""
+    monkeypatch.setattr(threads_module, "AGAIN_S", WAIT_S)
+    pool = StagingPool(2 * BLOCK_BYTES)
+    held = pool.take(2, time.monotonic() + WAIT_S)
+    looks: list[int] = []
+    real = pool._take_locked
+
+    def look(*given: Any) -> bool:
+        looks.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(pool, "_take_locked", look)
+    got: list[Any] = []
+    waiting = [threading.Thread(target=lambda: got.append(pool.take(1, time.monotonic() + WAIT_S))) for _ in range(8)]
+    for thread in waiting:
+        thread.start()
+    wait_until(lambda: len(pool._changed._waiting) == 8, "they wait")
+    looks.clear()
+    pool.give_back(held)
+    wait_until(lambda: len(got) == 2, "two have one each")
+    assert len(looks) == 2 and len(pool._changed._waiting) == 6
+    for served in range(2, 8):
+        pool.give_back(got[served - 2])
+        wait_until(lambda served=served: len(got) == served + 1, "the next one has it")
+    for thread in waiting:
+        thread.join(WAIT_S)
 
 
 def test_check_sees_a_block_that_is_free_twice() -> None:

@@ -339,10 +339,10 @@ def test_issue_a_handler_closes_the_client_of_the_call_that_it_interrupts(
     start = Pool._start_one
     held: list[tuple[bool, bool]] = []
 
-    def interrupted(pool: Pool) -> bool:
+    def interrupted(pool: Pool, crew: Any) -> bool:
         signal.raise_signal(signal.SIGUSR1)
         held.append((client._start_lock.locked(), client._closed))
-        return start(pool)
+        return start(pool, crew)
 
     on_signal(client.close)
     monkeypatch.setattr(Pool, "_start_one", interrupted)

@@ -14,7 +14,7 @@ from simm.sdk.path import STALE_S, ClientContext, ClientRdma, Heartbeat, Path, P
 from simm.sdk.rdma_pool import RdmaPath
 from simm.sdk.tcp import TcpPath
 from tests.support.interrupts import everywhere
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 
 class Connection:
@@ -136,6 +136,49 @@ def test_issue_an_interrupt_as_an_attempt_begins_leaves_the_path_to_the_next(
     path.connect_soon()
     wait_until(lambda: path.state is PathState.UP, "the next one")
     assert path.attempts == 1
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_issue_an_attempt_whose_thread_dies_leaves_the_path_to_the_next(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """For want of memory, before its first step. It counted as in progress for good: no other one was made."""
+    path = Paced(clock)
+    path.go_on.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "run", lambda _: None)
+        path.connect_soon()
+        wait_until(lambda: not path.connecting, "the thread ends")
+    assert path.state is PathState.NEW and not path.attempts
+    if closed:
+        assert path.gone(time.monotonic() + WAIT_S) and path.over
+        return
+    path.connect_soon()
+    wait_until(lambda: path.state is PathState.UP, "the next one")
+    wait_until(lambda: not path.connecting, "it is over")
+    assert path.attempts == 1
+
+
+def test_issue_an_interrupted_look_does_not_end_an_attempt(clock: list[float]) -> None:
+    """Before Python 3.13 an interrupted ``is_alive`` marks the thread as ended: another attempt was made beside it."""
+    path = Paced(clock)
+    path.connect_soon()
+    wait_until(lambda: path.attempts, "it has begun")
+
+    def check() -> None:
+        assert path.connecting and not path.gone(0.0)
+
+    assert everywhere(lambda: path.connecting, check, ("simm.", "threading"), waits=True) > 0
+    path.go_on.set()
+    assert path.gone(time.monotonic() + WAIT_S) and path.attempts == 1
+
+
+def test_issue_in_a_child_no_attempt_is_in_progress(clock: list[float]) -> None:
+    """A fork while another thread started one: the child's copy of the path was never over."""
+    path = Paced(clock)
+    path.connecting = True
+    path._after_fork()
+    assert not path.connecting and path.over
 
 
 class Alarm(RuntimeError):
