@@ -15,6 +15,7 @@ from typing import Final
 
 from ..errors import DeadlineError, TransportError
 from ..host import fork
+from ..host.threads import Waiters
 
 #: An address is used for so long without asking again, seconds.
 KNOWN_S: Final = 5.0
@@ -49,6 +50,14 @@ def dial(address: str, port: int) -> socket.socket:
     return sock
 
 
+class _Question:
+    """One that a thread asks the resolver. ``_lock`` is held where it is made, read or changed."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.changed = Waiters(_lock)
+
+
 class _Name:
     """What is known of one name. ``_lock`` is held where it is read or changed."""
 
@@ -57,8 +66,8 @@ class _Name:
         self.found_at = 0.0
         #: Why the last question failed; empty if it did not.
         self.trouble = ""
-        #: Set when the question that is under way has ended; None without one.
-        self.asked: threading.Event | None = None
+        #: The question that is under way; None without one.
+        self.asked: _Question | None = None
 
 
 _lock = threading.Lock()
@@ -77,7 +86,7 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
             return name.found
         asked = name.asked
         if asked is None:
-            asked = threading.Event()
+            asked = _Question()
             try:
                 name.asked = asked
                 threading.Thread(target=_ask, args=(host, name, asked), name="simm-resolver", daemon=True).start()
@@ -89,7 +98,8 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
                     return name.found
                 raise TransportError(f"there is no address for {host}: {exc}") from exc
         patience_s = deadline_s if name.found is None else min(deadline_s, STALE_S)
-    in_time = asked.wait(max(0.0, patience_s))
+    question = asked
+    in_time = question.changed.wait_for(lambda: question.over, time.monotonic() + patience_s)
     with _lock:
         if name.found is not None:
             return name.found
@@ -98,7 +108,7 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
     raise TransportError(f"there is no address for {host}: {name.trouble}")
 
 
-def _ask(host: str, name: _Name, asked: threading.Event) -> None:
+def _ask(host: str, name: _Name, asked: _Question) -> None:
     """Ask the resolver, in a thread. An address of IPv4 comes first."""
     found, trouble = None, "the resolver names none"
     try:
@@ -115,7 +125,8 @@ def _ask(host: str, name: _Name, asked: threading.Event) -> None:
             name.found, name.found_at = found, time.monotonic()
         if name.asked is asked:  # else who started this has given up, and another one asks
             name.asked = None
-    asked.set()
+        asked.over = True
+        asked.changed.notify_all()
 
 
 def _after_fork_in_child() -> None:

@@ -35,6 +35,7 @@ from ..config.parsers import TlsOptions
 from ..constants import TRACE_S_MAX
 from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError, printable
 from ..host import fork
+from ..host.threads import Waiters
 from ..net.channel import Channel, Refused, check_tls, greet, weakly
 from ..wire import epoch_messages as E
 from ..wire import messages as M
@@ -264,8 +265,8 @@ class Subscription:
         self._asked = False
         #: Why another attempt is pointless, by the last round through the addresses; empty if it may succeed.
         self.refused = ""
-        #: Set when the first round through the addresses is over, or the subscription is closed.
-        self._tried = threading.Event()
+        #: Whether the first round through the addresses is over, or the subscription is closed.
+        self._tried = False
         #: Whether it was logged that no manager answers.
         self._warned = False
         self._closed = False
@@ -274,6 +275,7 @@ class Subscription:
         except OSError as exc:
             raise TransportError(f"cannot follow the manager: {exc.strerror or exc}") from exc
         self._lock = threading.Lock()
+        self._tried_changed = Waiters(self._lock)
         self._thread: threading.Thread | None = None
         fork.in_child(self._after_fork)
 
@@ -328,11 +330,17 @@ class Subscription:
 
         Raises TransportError if all have refused for good. Otherwise the attempts go on in the background.
         """
-        self._tried.wait(timeout_s)
+        self._tried_changed.wait_for(lambda: self._tried, time.monotonic() + timeout_s)
         if self._channel is None and self.refused:
             raise TransportError(self.refused)
         if self.down_reason is not None:
             self._warn_absent()
+
+    def _end_first_round(self) -> None:
+        """Let those go on who wait for the first round. After an interrupt it is to be called again."""
+        with self._lock:
+            self._tried = True
+            self._tried_changed.notify_all()
 
     def _warn(self, text: str, *arguments: Any) -> None:
         """Warn, once for each time that there is no link."""
@@ -418,9 +426,10 @@ class Subscription:
                     self._addresses.skip()
                     connected, self.down_reason = False, f"{type(exc).__name__}: {exc}"
                 # Who waits for the first round raises what refuses for good.
-                if not connected and (not self.refused or self._tried.is_set()):
+                if not connected and (not self.refused or self._tried):
                     self._warn_absent()
-                self._tried.set()
+                if not self._tried:
+                    self._end_first_round()
                 if not connected:
                     self._sleep(random.uniform(0.5, 1.0) * retry_s)
                     retry_s = min(RETRY_S[1], retry_s * 2)
@@ -504,7 +513,7 @@ class Subscription:
         """End the thread, and the link with it. Does not wait. Twice is harmless."""
         self._closed = True
         self.down_reason = self.down_reason or "closed"
-        self._tried.set()
+        self._end_first_round()
         self._kick()
         channel = self._channel
         if channel is not None:

@@ -37,7 +37,7 @@ from ..constants import NO_OWNER, SHARD_COUNT
 from ..errors import DeadlineError, PeerError, RemoteProtocolError, TransportError, UsageError
 from ..host import fork
 from ..host.company import COMPANY
-from ..host.threads import Waiters
+from ..host.threads import Waiters, Wake
 from ..ipc.patience import Patience
 from ..ipc.session import WorkerSession
 from ..ipc.steps import Steps
@@ -158,7 +158,7 @@ class Router:
         self.sole: Target | None = None
         self.targets: dict[tuple[str, int, int], Target] = {}
         self._connections = _Connections(self.context)
-        self._wake = threading.Event()
+        self._wake = Wake()
         #: What else the background thread calls, every ``TICK_S`` at least.
         self._tick = tick
         self._closed = False
@@ -350,11 +350,10 @@ def _close_when_gone(close: Callable[[float], bool]) -> None:
         pass
 
 
-def _maintain(reference: weakref.ref[Router], wake: threading.Event, connections: _Connections) -> None:
+def _maintain(reference: weakref.ref[Router], wake: Wake, connections: _Connections) -> None:
     """Body of the background thread. It ends with its router."""
     while True:
         wake.wait(TICK_S)
-        wake.clear()
         router = reference()
         if router is None:
             connections.close(0.0, clean=True)

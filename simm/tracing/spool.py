@@ -34,6 +34,7 @@ from typing import Any, Final, NamedTuple
 from ..constants import TRACE_CONTROL, TRACE_S_MAX
 from ..errors import ConfigError, UsageError
 from ..host import fork
+from ..host.threads import Wake
 from ..host.users import others_may_replace
 from .perfetto import LINE_BYTES_MAX, Event, events_of, read_lines
 from .spans import Recorder, ratio_of
@@ -227,7 +228,7 @@ class Spool:
 
     def _begin(self) -> None:
         self._users = 0
-        self._wake = threading.Event()
+        self._wake = Wake()
         self._thread: threading.Thread | None = None
         self._name = f"{os.getpid()}-{time.time_ns():016x}"
         self._size = 0
@@ -250,7 +251,7 @@ class Spool:
         with self._lock:
             if self._thread is not None or not self._users:
                 return
-            self._wake = threading.Event()
+            self._wake = Wake()
             self._thread = threading.Thread(target=self._run, args=(self._wake,), name="simm-trace", daemon=True)
             try:
                 self._thread.start()
@@ -277,7 +278,7 @@ class Spool:
         except RuntimeError:  # no more threads, or this is the thread that writes
             self.write()
 
-    def _run(self, over: threading.Event) -> None:
+    def _run(self, over: Wake) -> None:
         while not over.wait(WRITE_S):
             self.write()
         self.write()  # here, as a disk that hangs must not delay who leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from simm.errors import DeadlineError, TransportError
 from simm.net import addresses
 from simm.net.channel import Channel
 from tests.support.client_values import forked
+from tests.support.interrupts import everywhere
 from tests.support.waiting import WAIT_S, wait_until
 
 FOUR, SIX = socket.AF_INET, socket.AF_INET6
@@ -170,3 +172,25 @@ def test_a_channel_to_a_name(resolver: Resolver, answers: bool) -> None:
         resolver.answers.clear()
         with pytest.raises(DeadlineError):
             Channel.tcp("host", port, 0.05)
+
+
+def test_issue_an_interrupted_wait_holds_up_nobody_else(resolver: Resolver) -> None:
+    """It left a lock taken, for which the thread that had asked waited, and with it all others who did."""
+
+    def begin() -> None:
+        resolver.answers.clear()
+        with pytest.raises(DeadlineError):
+            addresses.resolve("host", 0.0)
+
+    def wait() -> None:
+        with contextlib.suppress(DeadlineError):
+            addresses.resolve("host", 0.001)
+
+    def check() -> None:
+        resolver.answers.set()
+        wait_until(lambda: not any(each.name == "simm-resolver" for each in threading.enumerate()), "it has ended")
+        addresses._names.clear()
+        begin()
+
+    begin()
+    assert everywhere(wait, check, ("simm.net.addresses", "simm.host.threads", "threading")) > 5

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from simm.tracing import spool
 from simm.tracing.spans import Operation
 from tests.support.acl import USER, named, set_acl
 from tests.support.client_values import forked
+from tests.support.ended import ended
+from tests.support.interrupts import everywhere
 from tests.support.other_user import needs_root
 from tests.support.waiting import wait_until
 
@@ -399,3 +402,24 @@ def test_who_leaves_does_not_write_to_a_disk_that_hangs(
     wait_until(lambda: len(spool.collect(folder)[0]) == 2, "once the disk goes on, it is written")
     for _ in range(users - 1):
         mine.leave()
+
+
+def test_issue_an_interrupted_end_leaves_no_thread_that_hangs(folder: Path) -> None:
+    """It left a lock taken, for which the thread that writes waited for ever."""
+    mine = spool.spool_in(folder)
+    running: list[tuple[Any, Any]] = []
+
+    def begin() -> None:
+        mine._users, mine._thread = 0, None
+        mine.join()
+        running.append((mine._wake, mine._thread))
+
+    def check() -> None:
+        wake, thread = running.pop()
+        assert ended(wake.set), "it hangs"
+        wait_until(lambda: not any(each is thread for each in threading.enumerate()), "the thread has ended")
+        begin()
+
+    begin()
+    assert everywhere(mine.leave, check, ("simm.tracing.spool", "simm.host.threads", "threading")) > 5
+    mine.leave()
