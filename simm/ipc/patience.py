@@ -52,7 +52,7 @@ class Patience:
 
     __slots__ = (
         "__weakref__", "_deadline_s", "_gone_before", "_gone_since", "_least_s", "_left_s", "_lost_before", "_outer",
-        "_progress", "_since", "_target", "_until", "_whole_s", "_worked",
+        "_over", "_progress", "_since", "_stepping", "_target", "_until", "_whole_s", "_worked",
     )  # fmt: skip
 
     def __init__(self, deadline_s: float, began: float | None = None) -> None:
@@ -74,8 +74,12 @@ class Patience:
         self._since = 0.0
         #: When a server of :meth:`together` has answered last.
         self._progress = 0.0
-        #: For how long the thread has done steps without a wait, seconds.
+        #: How much time was no wait for a first connection, seconds: steps without a wait, and what was taken off.
         self._worked = 0.0
+        #: It does a step of :meth:`together`.
+        self._stepping = False
+        #: It has ended. What it allowed then would stay, as nobody would set it back.
+        self._over = False
         if began is not None:
             self.count_all(began)
 
@@ -86,6 +90,7 @@ class Patience:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over = True
         mine = ALLOWANCE.mine
         seconds, until = self._outer
         if seconds != math.inf:
@@ -117,7 +122,12 @@ class Patience:
         return self._until - self._least_s
 
     def has_time_for(self, target: Server) -> bool:
-        """Return whether the call may wait for this server, which it turns to now. Account for the one before."""
+        """Return whether the call may wait for this server, which it turns to now. Account for the one before.
+
+        A call that has ended may wait for none. In a step of :meth:`together` that has turned to it already.
+        """
+        if self._stepping:
+            return allowed(math.inf) > 0.0
         now = time.monotonic()
         self._account(now)
         mine = ALLOWANCE.mine
@@ -144,6 +154,8 @@ class Patience:
 
     def _allow(self, now: float, connecting_s: float = 0.0) -> bool:
         """Give the next exchanges what is left. Return False if that is not enough; sessions then begin none."""
+        if self._over:
+            return False
         mine = ALLOWANCE.mine
         left_s = self._left_s - (mine.spent + mine.lost - self._gone_before) - connecting_s
         if min(left_s, self._until - now) < self._least_s:
@@ -159,9 +171,10 @@ class Patience:
     ) -> None:
         """Do the work at several servers: each piece up to its first wait, then on from wherever an answer has come.
 
-        ``meanwhile`` is called between the two. Work that there is no time for is not begun. A silent server holds up
-        no other one. It costs the call what remains of its exchange when all others have ended. If something is raised,
-        the other pieces are closed, which ends what they have in flight.
+        ``meanwhile`` is called between the two; before it waits for a server it calls :meth:`has_time_for`. Work that
+        there is no time for is not begun. A silent server holds up no other one. It costs the call what remains of its
+        exchange when all others have ended. If something is raised, the other pieces are closed, which ends what they
+        have in flight.
         """
         self._account(time.monotonic())
         every = [_Visit(server, steps) for server, steps in visits]
@@ -169,10 +182,7 @@ class Patience:
         try:
             self._begin_all(every, waits)
             if meanwhile is not None:
-                began = time.monotonic()
-                meanwhile()
-                self._go_forward(time.monotonic())  # it is no wait for anybody
-                self._worked += self._progress - began
+                self._do(meanwhile, waits)
             while waits:
                 # When all that is left is to take the answers, each piece may wait by itself, and so may the only one.
                 # In the reverse order: when the last one has ended most others have, and there is one wake-up.
@@ -182,6 +192,31 @@ class Patience:
         finally:
             for visit in every:
                 visit.steps.close()
+
+    def _do(self, work: Callable[[], None], waits: dict[Wait, _Visit]) -> None:
+        """Do other work: no wait for anybody, but for what it loses with servers that it turns to itself."""
+        mine = ALLOWANCE.mine
+        began, left_s, gone = time.monotonic(), self._left_s, mine.spent + mine.lost
+        work()
+        now = time.monotonic()
+        self._account(now)
+        self._go_forward(now)
+        self._worked += now - began  # what is lost has been taken off: it is not the connecting of another one, too
+        self._take_off_others(waits, left_s - self._left_s, gone)
+
+    def _take_off_others(self, waits: dict[Wait, _Visit], lost_s: float, gone: float) -> None:
+        """Take what a piece of work has lost off what the others have, which keep half a deadline at least.
+
+        ``gone``: ``spent`` and ``lost`` of the thread by its begin; what they have grown by is taken off here, and not
+        once more as the others go on. ``lost_s``: what it has lost besides, seconds.
+        """
+        mine = ALLOWANCE.mine
+        now_gone = mine.spent + mine.lost
+        lost_s += now_gone - gone
+        if lost_s > 0.0:
+            for visit in waits.values():
+                have_s = visit.left_s - (gone - visit.gone)  # without what it has spent itself
+                visit.left_s, visit.gone = max(min(have_s, self._least_s), have_s - lost_s), now_gone
 
     def _begin_all(self, every: Sequence[_Visit], waits: dict[Wait, _Visit]) -> None:
         """Begin the work at all servers that are connected, and connect to the others meanwhile."""
@@ -238,26 +273,34 @@ class Patience:
 
         ``silent``: the server has not answered in time. ``over``: the work need not wait by itself.
         """
-        began = time.monotonic()
-        wait = visit.go_on(over)
+        mine = ALLOWANCE.mine
+        began, gone = time.monotonic(), mine.spent + mine.lost
+        self._stepping = True
+        try:
+            wait = visit.go_on(over)
+        finally:
+            self._stepping = False
         now = time.monotonic()
-        if over and visit.server.path != "down":
+        failed = wait is None and visit.server.path == "down"
+        if over and not failed:
             self._worked += now - began
+        # It may have waited by itself then, and the others for it.
+        lost_s = max(0.0, now - began - (mine.spent + mine.lost - gone)) if failed else 0.0
+        self._take_off_others(waits, lost_s, gone)
         if wait is not None:
             waits[wait] = visit
             if not silent:
                 visit.since = now
                 self._go_forward(now)
-        elif visit.server.path != "down":
-            self._go_forward(now)
-        else:
+        elif failed:
             self._lose(now)
-            for other in waits.values():  # it may have waited by itself, and they for it
-                other.left_s = max(self._least_s, other.left_s - (now - began))
+        else:
+            self._go_forward(now)
 
     def _lose(self, now: float) -> None:
         """Take the time since the last answer off what the call has left."""
         self._left_s -= self._cost(now, self._progress)
+        self._worked += now - self._progress  # see _do()
         self._go_forward(now)
 
     def _go_forward(self, now: float) -> None:
@@ -296,5 +339,5 @@ class _Connecting(Polled):
         super().__init__(lambda: not server.fresh, until)
         self.server = server
         self.since = since
-        #: For how long the thread had worked by then, seconds.
+        #: ``Patience._worked`` by then, seconds.
         self.worked = worked

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from threading import Lock
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..arena.reader import ArenaReader
 from ..host import fork
-from ..net.channel import Channel
-from ..rpc import batches
+from ..net.channel import Channel, Refused
+from ..rpc import Frame, batches
 from ..wire import messages as M
 from ..wire.one_key import LocatedOne
 
@@ -37,8 +38,10 @@ class Talk(Protocol):
     def acquire(self) -> None: ...
     def submit_locked(self, msg: Any) -> int: ...
     def wait_locked(self, ticket: int) -> Any: ...
+    def frame_locked(self, ticket: int, items: int = 1) -> Frame: ...
+    def checked_locked(self, msg: Any, answer: Any) -> Any: ...
     def pin_locked(self, digest: bytes) -> LocatedOne: ...
-    def submit(self, msg: Any) -> int: ...
+    def submit(self, msg: Any, in_flight: Any = (), about: Any = None) -> int: ...
     def exchange(self, msg: Any, items: int = 1) -> Any: ...
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
     def disown(self, ticket: int) -> None: ...
@@ -61,51 +64,91 @@ fork.in_child(RETIRED.clear)
 
 def pin_one(session: Talk, digest: bytes) -> LocatedOne:
     """Do :meth:`~.session.WorkerSession.pin_one` of a session with a ring."""
-    session.acquire()
+    found: list[LocatedOne] = []
     try:
-        unpins, ticket = ended(session.unpins), None
+        session.acquire()
         try:
-            if unpins:
-                ticket = session.submit_locked(M.Unpin(unpins))
-            found = session.pin_locked(digest)
-            if ticket is not None:
-                session.wait_locked(ticket)
-        except BaseException:
-            session.unpins.extend(unpins)  # see release()
-            if ticket is not None:
-                session.disown(ticket)
-            raise
-    finally:
-        session.lock.release()
-    check(session, (found,))
-    return found
+            unpins, ticket = ended(session.unpins), None
+            try:
+                if unpins:
+                    ticket = session.submit_locked(M.Unpin(unpins))
+                found += (session.pin_locked(digest),)
+                if ticket is not None:
+                    session.wait_locked(ticket)
+            except BaseException:
+                session.unpins.extend(unpins)  # see release()
+                if ticket is not None:
+                    session.disown(ticket)
+                raise
+        finally:
+            session.lock.release()
+        check(session, found)
+        return found[0]
+    except BaseException:  # an interrupt may come behind the answer, too
+        _release_later(session, found)
+        raise
 
 
 def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedOne]:
-    """Do :meth:`~.session.WorkerSession.pin_many`."""
+    """Pin values, and return for each its (status, flags, length, crc, offset, pin id). Raises TransportError.
+
+    ``how``: more bits of LOCATE. One exchange for 1,024 values. What is pinned for a call that fails is released later.
+    """
     queue = session.unpins
     if len(queue) > _UNPIN_MOST:
         release(session, queue)
-    unpin = M.Unpin(ended(queue))
     entries: list[LocatedOne] = []
-    ticket = None
+    in_flight: list[tuple[int, Any]] = []
+    unpins = ended(queue)
     try:
         # Before the others, as what is released makes room, but without a wait of its own: the worker takes both.
-        if unpin.pins:
-            ticket = session.submit(unpin)
+        if unpins:
+            msg = M.Unpin(unpins)
+            session.submit(msg, in_flight, msg)
         for at in range(0, len(digests), _PIN_KEYS):
-            part = list(digests[at : at + _PIN_KEYS])
-            entries += session.exchange(M.Locate(M.LOCATE_PIN | how, part), len(part)).entries
-        if ticket is not None:
-            session.answer(unpin, ticket)
+            _pin_some(session, M.Locate(M.LOCATE_PIN | how, list(digests[at : at + _PIN_KEYS])), entries)
+        for ticket, msg in in_flight:
+            session.answer(msg, ticket)
+        in_flight.clear()
+        check(session, entries)
+        return entries
     except BaseException:
-        queue.extend(unpin.pins)  # see release()
-        queue.extend(entry[5] for entry in entries if entry[5])  # of the parts before
-        if ticket is not None:
+        queue.extend(unpins)  # see release(); a pin that is released already is ignored
+        _release_later(session, entries)
+        for ticket, _ in in_flight:
             session.disown(ticket)
         raise
-    check(session, entries)
-    return entries
+
+
+def _pin_some(session: Talk, msg: M.Locate, entries: list[LocatedOne]) -> None:
+    """Make the exchange for some values, and note what the worker has pinned in ``entries``: see :func:`located`."""
+    session.acquire()
+    try:
+        ticket = session.submit_locked(msg)
+        try:
+            entries += located(session, msg, ticket)
+        except Refused:  # which is an answer
+            raise
+        except BaseException:
+            session.disown(ticket)
+            raise
+    finally:
+        session.lock.release()
+
+
+def located(session: Talk, msg: M.Locate, ticket: int) -> list[LocatedOne]:
+    """Wait for the answer to LOCATE, and return its entries, checked. The caller holds the lock.
+
+    An interrupt may come as any function is called. So the caller disowns the ticket of what it does not get.
+    """
+    frame = session.frame_locked(ticket, len(msg.digests))
+    try:
+        entries: list[LocatedOne] = session.checked_locked(msg, session.channel.result(frame)).entries
+        return entries
+    except BaseException:
+        if session.channel.on_late is not None:
+            session.channel.on_late(frame)
+        raise
 
 
 def check(session: Talk, entries: Sequence[LocatedOne]) -> None:
@@ -114,6 +157,11 @@ def check(session: Talk, entries: Sequence[LocatedOne]) -> None:
     for status, _flags, length, _crc, offset, _pin in entries:
         if status == found and not start <= offset <= end - length:
             session.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
+
+
+def _release_later(session: Talk, entries: Sequence[LocatedOne]) -> None:
+    """Queue what the worker has pinned for a call that has failed: nobody else knows of it."""
+    session.unpins.extend([entry[5] for entry in entries if entry[5]])
 
 
 def ended(queue: deque[int]) -> list[int]:
@@ -152,7 +200,9 @@ def release_retired(session: Talk, segment: str) -> None:
 def _some(queue: deque[int]) -> list[int]:
     """Take pins that are to be released together."""
     pins: list[int] = []
-    with contextlib.suppress(IndexError):
-        while len(pins) < _UNPIN_MOST:
-            pins.append(queue.popleft())
+    try:
+        # One operation: an interrupt finds each pin in the queue or with the caller.
+        pins += islice(iter(queue.popleft, None), _UNPIN_MOST)
+    except IndexError:  # there are no more
+        pass
     return pins

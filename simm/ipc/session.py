@@ -344,13 +344,18 @@ class WorkerSession:
 
     def wait_locked(self, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to a request of ``items`` keys. More keys mean more polls before the doorbell."""
+        return self.channel.result(self.frame_locked(ticket, items))
+
+    def frame_locked(self, ticket: int, items: int = 1) -> Frame:
+        """Do :meth:`wait_locked`, and return the answer as it has come."""
         if ticket < 0:
-            return self.channel.result(self._wait_socket(-1 - ticket, items))
-        ring = self.ring
-        assert ring is not None
+            return self._wait_socket(-1 - ticket, items)
+        ring: Any = self.ring
         while ticket >= ring.done:
             self._collect(ring, _RING_POLLS + min(items, 64) * _RING_POLLS // 8)
-        return self.channel.result(self.frames.pop(ticket))
+        frame = self.frames[ticket]
+        del self.frames[ticket]  # not pop(): an interrupt behind that call would lose it
+        return frame
 
     def result(self, ticket: int, frame: Frame) -> Any:
         """Return the answer in a frame that was taken in. Raises Refused. ``ticket``: for those that time it."""
@@ -491,7 +496,7 @@ class WorkerSession:
         """Return grants by id, as many as a message has room for; see :func:`grant_pool.return_idle`."""
         self.exchange(M.ReturnGrants(list(numbers)))
 
-    # -- copies ---------------------------------------------------------------------------------
+    # -- copies and pins --------------------------------------------------------------------------
 
     def begin_copy(self) -> None:
         """Count a copy into or out of a chunk. Raises TransportError if the session has been closed."""
@@ -504,33 +509,29 @@ class WorkerSession:
         """Count a copy as ended."""
         self.copying.pop()
 
-    # -- pins -----------------------------------------------------------------------------------
-
     def pin_one(self, digest: bytes) -> LocatedOne:
         """Do :meth:`pin_many` for one value. The same wait is for the release of others."""
         return self.pin_many([digest])[0] if self.ring is None else pins.pin_one(self, digest)
 
     def pin_locked(self, digest: bytes) -> LocatedOne:
         """Pin a value by ring."""
-        ring = self.ring
-        assert ring is not None
+        ring: Any = self.ring
         while ring.words[TAIL] - ring.done >= SLOTS:
             self._collect(ring)
         ticket = ring.post(encode_pin_one(digest))
-        if ticket == ring.done:  # nothing else is in flight
-            self._await(ring)
-            if (found := ring.located_one(ticket)) is not None:
-                ring.done = ticket + 1
-                return found
-        answer = self.checked_locked(M.Locate(M.LOCATE_PIN, [digest]), self.wait_locked(ticket))
-        return answer.entries[0]  # type: ignore[no-any-return]
+        try:
+            if ticket == ring.done:  # nothing else is in flight
+                self._await(ring)
+                if (found := ring.located_one(ticket)) is not None:
+                    ring.done = ticket + 1
+                    return found  # type: ignore[no-any-return]
+            return pins.located(self, M.Locate(M.LOCATE_PIN, [digest]), ticket)[0]
+        except BaseException:
+            self.disown(ticket)
+            raise
 
     def pin_many(self, digests: Sequence[bytes], how: int = 0) -> list[LocatedOne]:
-        """Pin values, and return for each its (status, flags, length, crc, offset, pin id).
-
-        ``how``: more bits of LOCATE. The caller has called :meth:`begin_copy`. Raises TransportError; some values may
-        then stay pinned until the session ends.
-        """
+        """Do :func:`.pins.pin_many`. The caller has called :meth:`begin_copy`."""
         return pins.pin_many(self, digests, how)
 
     def unpin_later(self, pin: int) -> None:

@@ -273,6 +273,14 @@ class Batch:
                 found.append(sink.total if isinstance(sink, Ranges) else len(got) if type(got) is bytes else got)
         return found
 
+    def size_read(self, positions: Sequence[int]) -> int:
+        """Return how many bytes were copied for all of these positions, one at least: lengths of hits, and misses."""
+        results = self.results
+        if self.sinks is not None and isinstance(self.sinks[positions[0]], Ranges):  # if one sink is ranges, all are
+            return sum(self.bytes_read(positions))
+        size: int = sum(results if len(positions) == len(results) else [results[position] for position in positions])
+        return size
+
 
 class PutBatch(NamedTuple):
     """Values to store, a Status for each, and how long the call may wait for room."""

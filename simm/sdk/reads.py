@@ -45,8 +45,7 @@ log = logging.getLogger("simm.client")
 CALL_KEYS: Final = 1024
 _PLAIN_SINKS: Final = frozenset((Span, memoryview))
 
-#: Reads the keys at these positions at one target.
-_Read = Callable[[Target, Sequence[int], Batch], Unresolved]
+_Read = Callable[[Target, Sequence[int], Batch], Unresolved]  # reads the keys at these positions at one target
 
 
 class Gets(ShmGet):
@@ -119,6 +118,8 @@ class Gets(ShmGet):
                 memmove(sink.address, reader.data_address + offset - reader.data_offset, size)  # type: ignore[union-attr]
             else:
                 self.copy_out(reader, found, sink)
+                if isinstance(sink, Ranges):
+                    size = sink.total  # which is what counts
             if reader.confirm(digest, slot, seq):
                 reader.visited[slot] = 1
                 if odd and not self.sound(reader, found, got, sink):
@@ -137,11 +138,13 @@ class Gets(ShmGet):
             return self._timed(target, reader, digest, sink)
         self.counters["fallbacks"] += 1
         reader.counts[Word.PINNED] += 1
-        view = self._pinned(target, digest, copied=self.checksum)
+        with self._routes.patience(time.monotonic()) as patience:
+            patience.has_time_for(target)  # else each silent worker would cost a batch a deadline
+            view = self._pinned(target, digest, sink=sink, copied=self.checksum)
         if view is None:  # nor is there room for a pin: nobody can say what is stored
             reader.counts[Word.UNREACHABLE] += 1
             return MISS
-        return self._out_of(view, sink)
+        return self._out_of(view, sink) if isinstance(view, View) else view
 
     def _timed(self, target: Target, reader: ArenaReader, digest: bytes, sink: Sink) -> Answer:
         """Do :meth:`read`, and note what it takes. Others that come meanwhile are not timed."""
@@ -155,8 +158,7 @@ class Gets(ShmGet):
     def read_ranges(self, target: Target | None, digest: bytes, ranges: Ranges) -> Answer:
         """Do :meth:`read` for ranges of a value. The result is the value's length."""
         if self.checksum:
-            answer: Answer = self._read_checked([digest], [ranges], None)[0]
-            return answer
+            return self._read_checked([digest], [ranges], None)[0]  # type: ignore[no-any-return]
         reader = target.reader if target is not None else None
         if reader is not None:  # the most frequent case, without what read() does for all sinks
             try:
@@ -213,8 +215,7 @@ class Gets(ShmGet):
         if unresolved or counts is not None:
             self._owners.count_moved(counts, batch, (0,))
         self._owners.count(batch, (0,))
-        answer: Answer = batch.results[0]
-        return answer
+        return batch.results[0]  # type: ignore[no-any-return]
 
     def _one_moved(self, target: Target, counts: memoryview, digest: bytes, sink: Sink) -> Answer:
         """Do :meth:`_one` for a key that is not at its owner, whose shard may be moving."""
@@ -276,8 +277,7 @@ class Gets(ShmGet):
         self._resolve(target, batch, left)
         if batch.sinks is not None:
             self._owners.count(batch, positions)
-            reader = target.reader
-            self._owners.count_moved(reader.counts if reader is not None else None, batch, positions)
+            self._owners.count_moved(reader.counts if (reader := target.reader) is not None else None, batch, positions)
 
     def device_failed(self, exc: DeviceError, count: int = 1) -> NoValue:
         """Count and log the failure of a GPU; return UNAVAILABLE."""
@@ -314,7 +314,6 @@ class Gets(ShmGet):
         """Read a large batch out of one arena."""
         digests, sinks, results = batch.digests, batch.sinks, batch.results
         assert sinks is not None
-        mine = digests if len(positions) == len(digests) else [digests[position] for position in positions]
         locate, confirm, visited, copy_out = reader.locate, reader.confirm, reader.visited, self.copy_out
         plain, data, base = self.plain, reader.data, reader.data_offset
         hits, misses, missed = 0, 0, b""
@@ -360,12 +359,10 @@ class Gets(ShmGet):
         self.counters["hits"] += hits
         counts = reader.counts
         counts[Word.BATCH_HITS] += hits
-        if not apart and len(positions) == len(results):
-            size = sum(results)  # first: a thread that counts meanwhile would be undone
-            counts[HIT_BYTES] += size
-        elif hits:
+        if hits:
             others = frozenset(apart)
-            size = sum([results[position] for position in positions if position not in others])
+            together = [each for each in positions if each not in others] if apart else positions
+            size = batch.size_read(together)  # first: a thread that counts meanwhile would be undone
             counts[HIT_BYTES] += size
         if misses:
             reader.missed(missed)
@@ -394,8 +391,11 @@ class Gets(ShmGet):
         ``began``: of a call for one key that has no patience yet.
         """
         if batch.patience is None:
-            with self._routes.patience(began) as batch.patience:
-                self._resolve(target, batch, unresolved, hops)
+            try:
+                with self._routes.patience(began) as batch.patience:
+                    self._resolve(target, batch, unresolved, hops)
+            finally:
+                batch.patience = None  # it has ended, and the batch may go on at another owner
             return
         if unresolved.ask_owner:
             self._ask(target, batch, unresolved)
@@ -409,16 +409,10 @@ class Gets(ShmGet):
         leave_open(unresolved.not_owner + unresolved.at_owner + [at for at, *_ in unresolved.at_previous_owner], batch)
         if found.refresh:
             routes.refresh()
-        for previous, positions in found.at_previous.items():
-            if self._owners.leaves_out(previous, batch):
-                self._owners.count_unavailable(positions, batch, late=True)
-            else:
-                self._read_previous(previous, positions, batch)
-        for owner, positions in found.start_over.items():
-            if self._owners.leaves_out(owner, batch):
-                self._owners.count_unavailable(positions, batch, late=True)
-            else:
-                self._start_over(owner, positions, batch, hops - 1)
+        for previous, positions in self._owners.in_time(found.at_previous, batch):
+            self._read_previous(previous, positions, batch)
+        for owner, positions in self._owners.in_time(found.start_over, batch):
+            self._start_over(owner, positions, batch, hops - 1)
 
     def _ask(self, target: Target, batch: Batch, unresolved: Unresolved) -> None:
         """Ask the owner what its shard words do not say."""
@@ -428,6 +422,9 @@ class Gets(ShmGet):
         if session is None:
             count = len(asked)
             self.counters["outages"] += count
+            return
+        if batch.patience is not None and not batch.patience.has_time_for(target):
+            self._owners.count_unavailable([position for position, _ in asked], batch, late=True)
             return
         entries: list[tuple[int, int, int, int, int, int]] = []
         try:
@@ -453,8 +450,7 @@ class Gets(ShmGet):
         else:
             unresolved = Unresolved()
             for position in positions:
-                got = self._copy(reader, batch, position, reader.confirm)
-                batch.results[position] = got
+                batch.results[position] = got = self._copy(reader, batch, position, reader.confirm)
                 if got == MISS:
                     unresolved.by_word(position, reader.shard_word(batch.digests[position]))
         if unresolved:
@@ -557,15 +553,18 @@ class Gets(ShmGet):
         return self._view(target, digest)
 
     def _view(self, target: Target | None, digest: bytes) -> View:
-        view = None
+        got: View | Answer | None = None
         if target is not None and target.ready() and target.session is not None:
-            view = self._pinned(target, digest)
-        return view_of_answer(self.read(target, digest, None)) if view is None else view
+            got = self._pinned(target, digest)
+        return got if isinstance(got, View) else view_of_answer(self.read(target, digest, None) if got is None else got)
 
-    def _pinned(self, target: Target, digest: bytes, *, copied: bool = False) -> View | None:
+    def _pinned(
+        self, target: Target, digest: bytes, *, sink: Sink = None, copied: bool = False
+    ) -> View | Answer | None:
         """Return a view of a pin that the worker gives, see :meth:`view`; None, not counted, if it has no room for one.
 
         ``copied``: of a copy, which is checked. Who may write into the arena may do so between a check and a copy.
+        ``sink``: what is read of it; None for all of it. That of a value that is elsewhere is read, as by :meth:`read`.
         """
         if (session := target.session) is None:
             self._unanswered(late=False)
@@ -583,7 +582,7 @@ class Gets(ShmGet):
             if 0 < session.reader.shard_word(digest) < PLAIN_BELOW:
                 counts[ABSENT] += 1
                 return View.miss()
-            return view_of_answer(self._one_moved(target, counts, digest, None))
+            return self._one_moved(target, counts, digest, sink)
         if self.differs(flags):
             view.close()
             return view_of_answer(self.other_kind())
@@ -596,5 +595,6 @@ class Gets(ShmGet):
             return View.miss()
         self.counters["hits"] += 1
         counts[Word.VIEWS] += 1
-        counts[HIT_BYTES] += length
+        size = sink.total if isinstance(sink, Ranges) else length  # no call while counting
+        counts[HIT_BYTES] += size
         return view

@@ -153,8 +153,19 @@ class TcpPath(Path):
         self._end(channel)
 
     def take_out(self, until: float) -> Channel:
-        """Take a connection that is used for one thing only until :meth:`put_back`. It may also just be dropped."""
+        """Take a connection that is used for one thing only until :meth:`put_back`. It may also just be dropped.
+
+        One that the server has closed is replaced, and all idle ones with it.
+        """
         channel = self.take(until)
+        try:
+            channel.poll_pushes()  # finds what the server has closed
+        except BaseException as exc:
+            self._end(channel)
+            if not isinstance(exc, TransportError):
+                raise
+            self._drop_idle()
+            channel = self._make(until)
         with self._lock:
             self._open -= 1
         return channel
@@ -332,9 +343,7 @@ class TcpPath(Path):
             until = 0.0
         return results
 
-    def _fetch_ranges(
-        self, channel: Channel, previous: int, wants: Sequence[tuple[bytes, Ranges]]
-    ) -> Steps[list[Got]]:
+    def _fetch_ranges(self, channel: Channel, previous: int, wants: Sequence[Any]) -> Steps[list[Got]]:
         return receive_ranges(channel, partial(M.FetchRanges, previous), wants)
 
     def _fetch(
@@ -416,7 +425,7 @@ class TcpPath(Path):
 
     def resolve_misses(self, digests: Sequence[bytes], *, previous: bool = False) -> Steps[list[tuple[int, int]]]:
         """Return (status, epoch with PREVIOUS, or the entry's flags with OK) for each. No value is sent."""
-        answers = yield from self.fetch([(digest, 0, _no_room) for digest in digests], previous=previous)
+        answers = yield from self.fetch([(digest, 0, _nowhere) for digest in digests], previous=previous)
         return [
             (Status.OK, flags) if status == Status.TOO_LARGE else (status, length | crc << 32)
             for status, length, crc, flags in answers
@@ -424,7 +433,7 @@ class TcpPath(Path):
 
     def sizes(self, digests: Sequence[bytes]) -> Steps[list[int]]:
         """Return each value's size: 0 for a miss, -1 if it is not known. No value is sent."""
-        answers = yield from self.fetch([(digest, 0, _no_room) for digest in digests])
+        answers = yield from self.fetch([(digest, 0, _nowhere) for digest in digests])
         return [
             min(length, VALUE_BYTES_MAX) if status == Status.TOO_LARGE
             else -1 if status in (Status.PREVIOUS, Status.WRONG_OWNER) else 0
@@ -483,12 +492,8 @@ def receive_ranges(
 
     ``wants``: for each value, what the server knows it by, and its ranges. Raises TransportError.
     """
-    number = channel.submit(
-        kind(
-            [(name, len(ranges.parts)) for name, ranges in wants],
-            [(part[0], part[1]) for _, ranges in wants for part in ranges.parts],
-        )
-    )
+    names = [(name, len(ranges.parts)) for name, ranges in wants]
+    number = channel.submit(kind(names, [part[:2] for _, ranges in wants for part in ranges.parts]))
     yield ChannelWait(channel, number)
     fetched = channel.result(channel.wait(number))
     if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
@@ -519,10 +524,6 @@ def judged(channel: Channel, number: int, entries: Sequence[Any]) -> Steps[list[
 
 def _nowhere(length: int) -> memoryview:
     return memoryview(bytearray(length))
-
-
-def _no_room(_length: int) -> memoryview:
-    return memoryview(b"")
 
 
 def _receive(channel: Channel, number: int, views: Sequence[memoryview]) -> Steps[None]:

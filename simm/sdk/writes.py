@@ -397,7 +397,9 @@ class Puts:
     def _store_tcp(
         self, target: Target, tcp: TcpPath, entries: Mapping[int, Any], batch: PutBatch, until: float
     ) -> Steps[None]:
-        """Send entries, by position, and fill in their statuses."""
+        """Send entries, by position, and fill in their statuses. What is not answered may be stored."""
+        for position in entries:
+            batch.statuses[position] = Status.UNAVAILABLE
         answers = yield from self._routes.call_tcp(target, tcp, tcp.store(list(entries.values()), until))
         for position, status in zip(entries, answers):
             batch.statuses[position] = status

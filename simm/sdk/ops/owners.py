@@ -12,7 +12,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import numpy as np
@@ -60,8 +61,11 @@ class Owners:
         groups = self._routes.group(batch.digests)
         # A part of a call has one of its own in any case, so that the call notes what it loses.
         if batch.patience is None and (_may_wait(groups) or ALLOWANCE.seconds != math.inf):
-            with self._routes.patience() as batch.patience:
-                self._read(groups, batch, local, remote, settle)
+            try:
+                with self._routes.patience() as batch.patience:
+                    self._read(groups, batch, local, remote, settle)
+            finally:
+                batch.patience = None  # it has ended: a second look would have no deadline by it
         else:
             self._read(groups, batch, local, remote, settle)
 
@@ -99,7 +103,7 @@ class Owners:
         if elsewhere:
             assert batch.patience is not None  # see _may_wait
             batch.patience.together([(target, visit(target)) for target in elsewhere], visit_arenas)
-        visit_arenas()  # these cost no wait, so there is always time for them
+        visit_arenas()  # there is always time to look into them; who asks a worker turns to it by ``has_time_for``
         for target, positions in unvisited.items():
             self._leave_out(target, positions, batch)
         for target, left in unsettled:
@@ -185,9 +189,14 @@ class Owners:
             lefts = [Unresolved() for _ in targets]
             for position in open_.tolist():
                 lefts[which[position]].by_word(position, int(words[position]))
-            for target, left in zip(targets, lefts):
-                if left:
-                    settle(target, left, batch)
+            before = batch.patience
+            try:  # with one deadline for all of them
+                with self._routes.patience() if before is None else nullcontext(before) as batch.patience:
+                    for target, left in zip(targets, lefts):
+                        if left:
+                            settle(target, left, batch)
+            finally:
+                batch.patience = before
         else:
             batch.plain = True
         return True
@@ -229,6 +238,14 @@ class Owners:
         """Return whether the call has no time left for this server. An arena that is mapped costs no wait."""
         return batch.patience is not None and not batch.patience.has_time_for(target) and target.reader is None
 
+    def in_time(self, reads: Mapping[Target, list[int]], batch: Batch) -> Iterator[tuple[Target, list[int]]]:
+        """Yield what is read at servers that the call has time for. Count the keys of the others as late."""
+        for target, positions in reads.items():
+            if self.leaves_out(target, batch):
+                self.count_unavailable(positions, batch, late=True)
+            else:
+                yield target, positions
+
     def count(self, batch: Batch, positions: Sequence[int]) -> None:
         """Count the hits and the misses among these."""
         hits = misses = 0
@@ -263,13 +280,13 @@ class Owners:
         for position in positions:
             got, is_late = batch.results[position], position in batch.late
             if counts is not None:
-                count_moved(counts, got, late=is_late)
+                count_moved(counts, got, sum(batch.bytes_read((position,))), late=is_late)
             elif is_late and got in (MISS, UNAVAILABLE):
                 late += 1
             elif got == UNAVAILABLE:
                 unreachable += 1
             else:
-                count_moved(self._tallies.tcp, got, late=False)
+                count_moved(self._tallies.tcp, got, sum(batch.bytes_read((position,))), late=False)
         self._tallies.unanswered(self._tallies.tcp, unreachable, late)
 
     def device_failed(self, exc: DeviceError, count: int) -> NoValue:
@@ -363,11 +380,10 @@ def leave_open(positions: Sequence[int], batch: Batch) -> None:
             batch.results[position] = UNAVAILABLE
 
 
-def count_moved(counts: memoryview, got: Answer, *, late: bool) -> None:
-    """Count the answer of a second look. ``late``: a server had not answered in time."""
+def count_moved(counts: memoryview, got: Answer, size: int, *, late: bool) -> None:
+    """Count the answer of a second look: ``size`` bytes of a hit. ``late``: a server had not answered in time."""
     if is_hit(got):
         counts[Word.MOVED_HITS] += 1
-        size = len(got) if type(got) is bytes else int(got)
         counts[HIT_BYTES] += size
     elif late and got in (MISS, UNAVAILABLE):
         counts[Word.TIMEOUT] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise, repeat
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
@@ -476,6 +476,43 @@ def rows_of(range_: Any, count: int) -> Rows:
     if not any(addresses):
         made.devices = [cast(DeviceBuffer, keeper) for _, _, _, keeper in parts]
     return made
+
+
+def runs_of(rows: Sequence[Rows]) -> Iterator[Sequence[Rows]]:
+    """Yield the ranges of a call in their order, as many at once as an exchange may have of a value. O(ranges)."""
+    run: list[Rows] = []
+    size = 0
+    for each in rows if len(rows) > RANGES_MAX else ():
+        if run and (len(run) == RANGES_MAX or size + each.length > VALUE_BYTES_MAX):
+            yield run
+            run, size = [], 0
+        run.append(each)
+        size += each.length
+    yield run or rows
+
+
+def row_of(rows: Sequence[Rows], number: int) -> Ranges:
+    """Return what these read of one value. O(ranges)."""
+    parts = [each.part(number) for each in rows]
+    return Ranges(parts, max(each.offset + each.length for each in rows), sum(each.length for each in rows))
+
+
+def rounds_of(wants: Sequence[tuple[int, tuple[int, Ranges]]]) -> Iterator[dict[int, tuple[int, Ranges]]]:
+    """Yield what is read, by number with its place in the call: a number that comes up again goes to another round.
+
+    O(wants) for each round.
+    """
+    left = list(wants)
+    while left:
+        now: dict[int, tuple[int, Ranges]] = {}
+        later: list[tuple[int, tuple[int, Ranges]]] = []
+        for place, (number, ranges) in left:
+            if number in now:
+                later.append((place, (number, ranges)))
+            else:
+                now[number] = place, ranges
+        yield now
+        left = later
 
 
 def _array_addresses(buffers: list[Any], length: int) -> Sequence[int] | None:

@@ -113,7 +113,9 @@ class Pinner:
         unresolved = Unresolved()
         holder = ArenaPins(reader, self._copier, self._check)
         digests = [batch.digests[position] for position in positions]
-        entries = self._pinned(target, reader, holder, digests, how)
+        # A server that there is no time for is as one that is down: values are held by version.
+        in_time = target.session is not None and batch.patience.has_time_for(target)
+        entries = self._pinned(target, reader, holder, digests, how) if in_time else []
         if entries and self._check is None and self._take_all(reader, holder, positions, digests, entries, batch):
             return unresolved
         for at, (position, digest) in enumerate(zip(positions, digests)):

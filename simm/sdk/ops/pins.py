@@ -30,14 +30,25 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from ...arena.reader import ArenaReader, Located
-from ...constants import VALUE_BYTES_MAX
+from ...constants import RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
 from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges, address_of
 from ...host.parts import Copy, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed, tries_within
 from ..routing import Routes
-from .parts import Rows, Wanted, check_apart, check_rows_apart, is_wide, rows_of, wide_ranges_of
+from .parts import (
+    Rows,
+    Wanted,
+    check_apart,
+    check_rows_apart,
+    is_wide,
+    rounds_of,
+    row_of,
+    rows_of,
+    runs_of,
+    wide_ranges_of,
+)
 
 if TYPE_CHECKING:
     from ...ipc.session import WorkerSession
@@ -247,30 +258,55 @@ class Pins:
                 self._failed(exc)
                 return [None] * len(self.keys)
             return list(self.lengths)
+        with self._in_use(), self._patience(len(rows) > RANGES_MAX):
+            results: list[int | None] = []
+            left: Sequence[int] = range(len(self.keys))
+            for run in runs_of(rows):
+                if results:
+                    left = [number for number in left if results[number] is not None]
+                    if not left:
+                        break
+                results = self._read_run(run, left)
+            return results
+
+    def _patience(self, several: bool) -> contextlib.AbstractContextManager[object]:
+        """Return what gives the reads within one deadline in all, if there are ``several``: one has its own."""
+        return self._routes.patience() if several else contextlib.nullcontext()
+
+    def _read_run(self, rows: Sequence[Rows], numbers: Sequence[int]) -> list[int | None]:
+        """Do :meth:`read` for as many ranges as an exchange may have, of the values with these numbers.
+
+        Call it within :meth:`_in_use`. The results of other values are None.
+        """
         if not self._parts and all(each.addresses is not None for each in rows):
-            elsewhere = self._elsewhere()
+            elsewhere = self._elsewhere(numbers)
             if elsewhere and sum(each.length for each in rows) <= VALUE_BYTES_MAX:
                 return self._read_rows(rows, elsewhere)
-        return self.read_wants([(number, _row(rows, number)) for number in range(len(self.keys))])
+        got = self._read_wants([(number, row_of(rows, number)) for number in numbers])
+        if len(got) == len(self.keys):
+            return got
+        results: list[int | None] = [None] * len(self.keys)
+        for number, length in zip(numbers, got):
+            results[number] = length
+        return results
 
-    def _elsewhere(self) -> dict[RemotePins, list[int]]:
-        """Return the numbers of the values of each server; none if some are on this host, or need more than bytes."""
+    def _elsewhere(self, numbers: Sequence[int]) -> dict[RemotePins, list[int]]:
+        """Return which of these values each server has; none if some are on this host, or need more than bytes."""
         holders = {*self._holders} - {None}
         if any(isinstance(holder, ArenaPins) or not holder.reads_rows for holder in holders if holder is not None):
             return {}
         at: dict[RemotePins, list[int]] = {}
         for holder in holders:
             assert not isinstance(holder, ArenaPins) and holder is not None
-            at[holder] = [number for number, each in enumerate(self._holders) if each is holder]
+            at[holder] = [number for number in numbers if self._holders[number] is holder]
         return at
 
     def _read_rows(self, rows: Sequence[Rows], at: Mapping[RemotePins, Sequence[int]]) -> list[int | None]:
-        """Read the same ranges of all values, none of which is on this host."""
+        """Read the same ranges of values, none of which is on this host."""
         results: list[int | None] = [None] * len(self.keys)
-        with self._in_use():
-            self._together([
-                (holder.target, holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()
-            ])  # fmt: skip
+        self._together([
+            (holder.target, holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()
+        ])  # fmt: skip
         return results
 
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
@@ -354,36 +390,42 @@ class Pins:
                     f"{ranges.least}"
                 )
         with self._in_use():
-            for number, ranges in wants:
-                if lengths[number] is not None and is_wide(ranges) and number not in self._parts:
-                    raise UsageError(_too_wide(ranges))
-            # Results are by place: a value may be read twice in one call.
-            results: list[int | None] = [None] * len(wants)
-            divided = [
-                (place, number, self._parts[number].divide(ranges))
-                for place, (number, ranges) in enumerate(wants)
-                if number in self._parts
-            ]
-            local: dict[ArenaPins, list[tuple[int, Want]]] = {}
-            remote: dict[RemotePins, list[tuple[int, Want]]] = {}
-            for place, want in enumerate(wants):
-                holder = self._holders[want[0]]
-                if isinstance(holder, ArenaPins):
-                    local.setdefault(holder, []).append((place, want))
-                elif holder is not None:
-                    remote.setdefault(holder, []).append((place, want))
-            try:
+            return self._read_wants(wants)
+
+    def _read_wants(self, wants: Sequence[Want]) -> list[int | None]:
+        """Do :meth:`read_wants` within :meth:`_in_use`, for ranges that end within their values."""
+        for number, ranges in wants:
+            if self.lengths[number] is not None and is_wide(ranges) and number not in self._parts:
+                raise UsageError(_too_wide(ranges))
+        # Results are by place: a value may be read twice in one call.
+        results: list[int | None] = [None] * len(wants)
+        divided = [
+            (place, number, self._parts[number].divide(ranges))
+            for place, (number, ranges) in enumerate(wants)
+            if number in self._parts
+        ]
+        local: dict[ArenaPins, list[tuple[int, Want]]] = {}
+        remote: dict[RemotePins, list[tuple[int, Want]]] = {}
+        for place, want in enumerate(wants):
+            holder = self._holders[want[0]]
+            if isinstance(holder, ArenaPins):
+                local.setdefault(holder, []).append((place, want))
+            elif holder is not None:
+                remote.setdefault(holder, []).append((place, want))
+        try:
+            with self._patience(bool(divided)):
                 if remote:
-                    self._read_remote(remote, results, lambda: self._read_local(local, results))
+                    visits = [(holder.target, self._visit(holder, each, results)) for holder, each in remote.items()]
+                    self._together(visits, lambda: self._read_local(local, results))
                 else:
                     self._read_local(local, results)
                 for place, number, parts in divided:
                     if self._parts[number].read(parts):
                         results[place] = self.lengths[number]
-            except DeviceError as exc:
-                self._failed(exc)
-                return [None] * len(wants)
-            return results
+        except DeviceError as exc:
+            self._failed(exc)
+            return [None] * len(wants)
+        return results
 
     def problem_of(self, want: Want) -> str:
         """Return for what mistake in this want alone :meth:`read_wants` refuses it; empty for none. Reads nothing."""
@@ -400,36 +442,30 @@ class Pins:
     def _read_local(self, at: Mapping[ArenaPins, Sequence[tuple[int, Want]]], results: list[int | None]) -> None:
         """Read in arenas."""
         for holder, parts in at.items():
-            for wants in _rounds(parts):
+            for wants in rounds_of(parts):
                 got: dict[int, Any] = {}
                 holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
                 self._note(wants, got, results)
-
-    def _read_remote(
-        self, at: Mapping[RemotePins, Sequence[tuple[int, Want]]], results: list[int | None],
-        meanwhile: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """Read at other hosts, at all of them at the same time."""
-        visits = [(holder.target, self._visit(holder, parts, results)) for holder, parts in at.items()]
-        self._together(visits, meanwhile)
 
     def _together(
         self, visits: Sequence[tuple[Any, Steps[None]]], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
         """Make these visits to servers at the same time. One thread does at a time."""
+        began = time.monotonic()
         (got,) = tries_within(self._remote_lock, allowed(self._deadline_s))
         try:
-            if not got:  # another thread waits for a server that does not answer
-                meanwhile()
-                return
             with self._routes.patience() as patience:
-                patience.together(visits, meanwhile)
+                if got:
+                    patience.together(visits, meanwhile)
+                else:  # another thread waits for a server that does not answer, and this call has waited as long
+                    patience.take_off(time.monotonic() - began)
+                    meanwhile()
         finally:
             if got:
                 self._remote_lock.release()
 
     def _visit(self, holder: RemotePins, parts: Sequence[tuple[int, Want]], results: list[int | None]) -> Steps[None]:
-        for wants in _rounds(parts):
+        for wants in rounds_of(parts):
             got: dict[int, Any] = {}
             yield from holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
             self._note(wants, got, results)
@@ -562,24 +598,3 @@ def end_together(holders: Sequence[ArenaPins | RemotePins], deadline_s: float) -
 
 def _too_wide(ranges: Ranges) -> str:
     return f"the ranges of this value have at most {VALUE_BYTES_MAX} bytes together, not {ranges.total}"
-
-
-def _row(rows: Sequence[Rows], number: int) -> Ranges:
-    """Return what is read of one value."""
-    parts = [each.part(number) for each in rows]
-    return Ranges(parts, max(each.offset + each.length for each in rows), sum(each.length for each in rows))
-
-
-def _rounds(parts: Sequence[tuple[int, Want]]) -> Iterator[dict[int, tuple[int, Ranges]]]:
-    """Yield what is read, by number with its place in the call: a number that comes up again goes to another round."""
-    left = list(parts)
-    while left:
-        now: dict[int, tuple[int, Ranges]] = {}
-        later: list[tuple[int, Want]] = []
-        for place, (number, ranges) in left:
-            if number in now:
-                later.append((place, (number, ranges)))
-            else:
-                now[number] = place, ranges
-        yield now
-        left = later

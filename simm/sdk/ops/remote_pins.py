@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...constants import RANGES_MAX, VALUE_BYTES_MAX
-from ...errors import PeerError, TransportError
+from ...errors import DeadlineError, PeerError, TransportError
 from ...host.buffers import Copier, Ranges, address_of
 from ...host.parts import has_device, in_host_memory, scatter
 from ...ipc.steps import Steps
@@ -47,10 +47,11 @@ class RemotePins:
     """The values of one lease. One thread at a time calls it."""
 
     def __init__(
-        self, target: Target, path: TcpPath, channel: Channel, copier: Copier,
+        self, target: Target, path: TcpPath, channel: Channel, routes: Routes, copier: Copier,
         check: Callable[[int, int, Any], bool] | None, counters: dict[str, int],
     ) -> None:  # fmt: skip
         self.target = target
+        self._routes = routes
         self._path = path
         self._channel = channel
         self._copier = copier
@@ -81,7 +82,7 @@ class RemotePins:
             target.tcp_lost(path, str(exc))
             routes.wake()
             return None
-        return cls(target, path, channel, copier, check, counters)
+        return cls(target, path, channel, routes, copier, check, counters)
 
     def pin(self, keys: Sequence[tuple[int, bytes]], *, previous: bool) -> Steps[list[Entry]]:
         """Pin values, (number, digest) each; return PINNED's entry of each."""
@@ -221,13 +222,20 @@ class RemotePins:
 
     @contextlib.contextmanager
     def _failing(self, keys: int) -> Any:
-        """End the lease if an exchange fails, and count the keys. Does not raise for a server that is gone."""
+        """End the lease if an exchange fails, and count the keys. Does not raise for a server that is gone.
+
+        A server that is silent loses its path, too: the call has no time for it any more. One that has ended the lease
+        alone keeps it.
+        """
         try:
             yield
         except PeerError as exc:
             log.info("values pinned at %r: %s", self.target, exc)
             self.counters["outages"] += keys
             self._close(str(exc))
+            if isinstance(exc, DeadlineError):
+                self.target.tcp_lost(self._path, str(exc))
+                self._routes.wake()
         except BaseException:
             self._close("interrupted")  # the rest of the exchange may still arrive
             raise

@@ -61,8 +61,8 @@ class TracedGets(Gets):
     def _one_moved(self, target: Target, counts: memoryview, digest: bytes, sink: Sink) -> Answer:
         return noted("elsewhere", super()._one_moved, _real(target), counts, digest, sink)  # type: ignore[no-any-return]
 
-    def _pinned(self, target: Target, digest: bytes, *, copied: bool = False) -> View:
-        read = functools.partial(super()._pinned, copied=copied)
+    def _pinned(self, target: Target, digest: bytes, *, sink: Sink = None, copied: bool = False) -> View:
+        read = functools.partial(super()._pinned, sink=sink, copied=copied)
         return noted("pin", read, _real(target), digest)  # type: ignore[no-any-return]
 
     def copy_out(self, reader: ArenaReader, found: Located, sink: memoryview | Span) -> None:

@@ -109,6 +109,12 @@ class TimedTarget:
         self.fresh = False
         self.reader = TimedReader(reader, operation)
 
+    @property
+    def path(self) -> str:
+        """The path in use, or ``down``."""
+        path: str = self.real.path
+        return path
+
 
 class TimedSession(StandIn):
     """A session with a worker on this host, which is asked what commits and grants took it."""

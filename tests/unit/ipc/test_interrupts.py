@@ -11,16 +11,19 @@ import contextlib
 import gc
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from simm.arena.hashing import Hasher
 from simm.errors import DeadlineError, NotSentError, UnfinishedCopy
 from simm.host import fork_copies
 from simm.host.buffers import Span, address_of
 from simm.ipc import answer_wait, put
+from simm.ipc import pins as pins_of_session
 from simm.ipc.answer_wait import AnswerWait, take
 from simm.ipc.grant_pool import GrantPool, return_idle
 from simm.ipc.patience import Patience
@@ -35,7 +38,7 @@ from simm.sdk.tracing import parts
 from simm.sdk.tracing.parts import TracedShmPut
 from simm.slab import chunk_bytes_for
 from simm.tracing.spans import CURRENT
-from simm.wire.messages import Status
+from simm.wire.messages import Locate, Status
 from tests.support.interrupts import everywhere
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
@@ -471,6 +474,75 @@ def test_no_interrupt_of_pins_leaves_a_copy_or_a_call() -> None:
         assert not session.copying and not pins._calls and not pins._lock.locked()
 
     assert everywhere(call, check) > 10
+
+
+@pytest.mark.parametrize("queued", [0, 16])
+@pytest.mark.parametrize("many", [True, False])
+def test_issue_no_interrupt_leaks_a_pin(many: bool, queued: int) -> None:
+    """Whoever has asked for it knows of it, or it is to be released, as the one whose answer nobody has taken.
+
+    ``queued``: pins that are released by the same call.
+    """
+    kept: list[Any] = []
+    digest = Hasher("default")("k")
+    with WorkerThread(poll_us=0) as worker, contextlib.closing(worker.session()) as owner:
+        owner.ask([(5, 1)])
+        grant, offset, _ = owner.pool.take(5) or (0, 0, 0)
+        at = offset - owner.reader.data_offset
+        memoryview(owner.reader.data)[at : at + 5] = b"value"
+        assert owner.commit_one(digest, grant, 5, 0, 0, 0, 0) == Status.OK
+
+        def fresh() -> WorkerSession:
+            session = worker.session()
+            if queued:
+                session.unpins.extend(entry[5] for entry in session.pin_many([digest] * queued))
+            return session
+
+        session = fresh()
+
+        def pin() -> None:
+            if many:
+                kept.extend(session.pin_many([digest] * 3))
+            else:
+                kept.append(session.pin_one(digest))
+
+        def check() -> None:
+            nonlocal session
+            assert not session.lock.locked()
+            if not session.broken:  # else the worker releases all of them
+                session.exchange(Locate(0, [digest]))  # takes in what nobody waits for
+                with worker.frozen() as store:
+                    pinned = {*store.sessions.by_id[session.session].pins}
+                assert pinned <= {entry[5] for entry in kept} | {*session.unpins}
+                assert not session.frames and not session.forsaken
+            session.close(clean=False)
+            RETIRED.clear()
+            kept.clear()
+            session = fresh()
+
+        assert everywhere(pin, check) > 30
+        session.close()
+    RETIRED.clear()
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+def test_issue_no_interrupt_loses_pins_that_are_to_be_released(count: int) -> None:
+    session: Any = Session()
+    queue = deque(range(count))
+    released: list[int] = []
+
+    def submit(msg: Any) -> int:
+        released.extend(msg.pins)
+        return 1
+
+    def check() -> None:
+        assert {*queue, *released} == {*range(count)}
+        released.clear()
+        queue.clear()
+        queue.extend(range(count))
+
+    session.submit_locked = submit
+    assert everywhere(lambda: pins_of_session.release(session, queue), check, ("simm.ipc.pins",)) > 3
 
 
 def test_issue_an_interrupted_close_of_a_session_is_ended_by_the_next() -> None:

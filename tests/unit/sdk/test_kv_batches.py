@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simm.client import Client
-from simm.constants import VALUE_BYTES_MAX
+from simm.constants import RANGES_MAX, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, Store
 from simm.testing import FakeClient
@@ -99,6 +99,21 @@ def test_ranges_that_only_their_value_shows_to_be_too_many(
 
 def bytes_of(ranges: list[tuple[int, int, BlockView]]) -> list[tuple[int, int, bytearray]]:
     return [(offset, length, bytearray(length)) for offset, length, _ in ranges]
+
+
+def test_a_layer_of_many_ranges(client: FakeClient) -> None:
+    """More than one value may be asked for by itself."""
+    assert client.put_many(["a", "b"], [b"a" * 100, b"b" * 100]) == [True] * 2
+    store = store_of(client)
+    room = np.zeros((RANGES_MAX + 1, 3), np.uint8)
+    start = room.__array_interface__["data"][0]
+    ranges = [(0, 1, [BlockView.from_buffer(start + 3 * at + key, 1) for key in range(3)]) for at in range(len(room))]
+    with store.mpin(["a", "b", "no"]) as pins:
+        assert pins.read(ranges) == [100, 100, int(Code.GET_FAILED)]
+        assert room.tobytes() == b"ab\0" * len(room)
+        assert pins.read(ranges[1:]) == [100, 100, int(Code.GET_FAILED)]
+        rooms = [Block(1).view() for _ in range(3)]
+        assert pins.read([(0, 1, rooms)]) == [100, 100, int(Code.GET_FAILED)]
 
 
 def test_pinned_values(parts: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:

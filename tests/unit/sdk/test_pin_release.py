@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,28 @@ def test_a_pin_that_finds_nothing_keeps_its_connection(cluster: FakeCluster, con
     for _ in range(5):
         assert client.pin(["absent", "absent too"]).lengths == [None, None]
     assert len(connections) == before
+
+
+def test_issue_a_pin_by_a_connection_that_the_server_has_closed_is_made_by_another(cluster: FakeCluster) -> None:
+    """Its streams have restarted. Each idle connection cost a pin, and the path."""
+    client = full(cluster, "tcp")
+    target = client._routes.target(client.digest("k0"))
+    assert target is not None
+    path = target.tcp
+    assert path is not None
+    held = [client.pin(KEYS) for _ in range(3)]  # a connection each
+    for each in held:
+        each.release()
+    stale = list(path._idle)
+    assert len(stale) > 2
+    for channel in stale:
+        channel.sock.shutdown(socket.SHUT_RDWR)
+    with client.pin(KEYS) as pins:
+        assert pins.lengths == [len(value_of(key)) for key in KEYS]
+        assert not path._idle, "they were dropped with the first of them"
+    assert target.tcp is path and not any(channel in path._idle for channel in stale)
+    assert path._open == len(path._idle) == 1
+    assert client.stats()["outages"] == 0
 
 
 def test_values_that_are_gone_are_released_at_the_server(cluster: FakeCluster, connections: list[float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ import pytest
 
 from simm.arena.reader import ArenaReader
 from simm.client import Client
-from simm.constants import SHARD_COUNT, VALUE_BYTES_MAX
+from simm.constants import RANGES_MAX, SHARD_COUNT, VALUE_BYTES_MAX
 from simm.errors import UsageError
 from simm.host import buffers, fork_copies
 from simm.ipc.counts import Word
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel
+from simm.sdk.ops.parts import Rows, runs_of
 from simm.sdk.ops.pins import WAKE_KEYS, ArenaPins, Pins
 from simm.server.stream import Stream
 from simm.server.stream_get import Leased, Leases
@@ -381,6 +382,61 @@ def test_a_layer_that_does_not_fit_what_was_asked(
         assert pins.read([(0, 100, rows)]) == [None] * 3
         assert (rows == 7).all()
         assert client.stats()["outages"] > 0
+
+
+def test_issue_more_ranges_than_a_message_has_are_read_one_part_after_the_other(
+    cluster: FakeCluster, path: str
+) -> None:
+    """By TCP it raised LocalProtocolError, and all that the server had pinned was gone."""
+    client = full(cluster, path)
+    count = 2 * RANGES_MAX + 1
+    wanted = [[value[at % 100] for at in range(count)] for value in VALUES[:2]]
+    with client.pin([KEYS[0], "missing", KEYS[1]]) as pins:
+        assert pins.lengths == [len(VALUES[0]), None, len(VALUES[1])]
+        rows = np.full((3, count), 7, np.uint8)
+        assert pins.read([(at % 100, 1, rows[:, at : at + 1]) for at in range(count)]) == pins.lengths
+        assert rows[::2].tolist() == wanted and (rows[1] == 7).all()
+        lists = [[bytearray(1) for _ in range(3)] for _ in range(count)]
+        assert pins.read([(at % 100, 1, buffers) for at, buffers in enumerate(lists)]) == pins.lengths
+        assert [[buffers[number][0] for buffers in lists] for number in (0, 2)] == wanted
+        with pytest.raises(UsageError, match="ends at byte"):  # before anything is read
+            rows[:] = 7
+            pins.read([(0 if at else 1 << 20, 1, rows[:, at : at + 1]) for at in range(count)])
+        assert (rows == 7).all()
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_value_that_is_gone_before_all_of_its_ranges_are_read_is_a_miss(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    client = full(cluster, "tcp")
+    rows = np.zeros((2, 2 * RANGES_MAX + 1), np.uint8)
+    with client.pin(KEYS[:2]) as pins:
+        plain, runs = pins._read_run, []
+
+        def read_run(ranges: Any, numbers: Sequence[int]) -> list[int | None]:
+            got = plain(ranges, numbers)
+            assert list(numbers) == ([0, 1] if len(runs) <= gone else [1]), "what is gone is not read again"
+            runs.append(len(ranges))
+            return [None, got[1]] if len(runs) == gone + 1 else got
+
+        monkeypatch.setattr(pins, "_read_run", read_run)
+        ranges = [(0, 1, rows[:, at : at + 1]) for at in range(rows.shape[1])]
+        assert pins.read(ranges) == [None, len(VALUES[1])]
+        assert runs == [RANGES_MAX, RANGES_MAX, 1]
+
+
+def test_runs_of_ranges_have_what_a_message_may_ask_for() -> None:
+    """Also together: each may be as large as a value."""
+    half = VALUE_BYTES_MAX // 2
+    for sizes, wanted in (
+        ([1], [1]), ([half] * 3, [3]), ([1] * RANGES_MAX, [RANGES_MAX]), ([1] * (RANGES_MAX + 1), [RANGES_MAX, 1]),
+        ([half] * 3 + [1] * RANGES_MAX, [2, RANGES_MAX, 1]), ([2 * half] * (RANGES_MAX + 1), [1] * (RANGES_MAX + 1)),
+    ):  # fmt: skip
+        rows = [Rows(0, size, [], None, None) for size in sizes]
+        runs = [*runs_of(rows)]
+        assert [len(run) for run in runs] == wanted
+        assert [each for run in runs for each in run] == rows
 
 
 def test_layers_of_what_is_held_by_its_version_alone(cluster: FakeCluster, path: str) -> None:

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from simm.arena.layout import ENTRY_CRC
-from simm.arena.reader import ArenaReader
+from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled
 from simm.client import Client
 from simm.errors import UsageError
 from simm.ipc import get
 from simm.ipc import session as session_module
+from simm.ipc.counts import Word
+from simm.ipc.tally import Tallies
 from simm.sdk import reads
 from simm.sdk import tcp as tcp_module
+from simm.sdk.batch import Batch
+from simm.sdk.ops.owners import Owners
+from simm.sdk.ops.parts import ranges_of as ranges_of_value
 from simm.server import stream as stream_module
 from simm.server.stream import Stream
 from simm.wire import messages as M
@@ -80,6 +85,53 @@ def test_batches_of_all_sizes(cluster: FakeCluster, path: str, more: dict[str, A
         client.get_ranges_many(["k0", "k1"], [short, [(0, 1, last)]])
     assert short[0][2] == b"\0" and short[1][2] == b"\xee", "nothing is written of a value that is too short"
     assert last == values["k1"][:1], "the others are read"
+
+
+@pytest.mark.parametrize("count", [1, 3, VECTOR_KEYS, 60])
+def test_issue_the_bytes_that_are_counted_are_the_ranges(cluster: FakeCluster, path: str, count: int) -> None:
+    """On this host they were the whole values of most batches."""
+    client = cluster.client(path)
+    keys = [f"k{number}" for number in range(count)]
+    sizes = [4096 if number % 2 else SIZE for number in range(count)]
+    assert client.put_many(keys, [bytes(size) for size in sizes]) == [True] * count
+    ranges = [[(0, 100, bytearray(100)), (4000, 7 + number, bytearray(99))] for number in range(count)]
+    for more in (0, 1):  # a key that is not stored
+        before = client.stats()["paths"][path]["bytes_read"]
+        wanted = [(1, 50, bytearray(50))]
+        got = client.get_ranges_many([*keys, "missing"][: count + more], [*ranges, wanted][: count + more])
+        assert got == [*sizes, None][: count + more]
+        read = client.stats()["paths"][path]["bytes_read"] - before
+        assert read == sum(107 + number for number in range(count))
+
+
+def test_issue_the_bytes_of_ranges_that_are_read_from_a_pin(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = cluster.client("shm")
+    assert client.put("k", bytes(SIZE)) and client.get_ranges("k", [(5, 20, bytearray(20))]) == SIZE
+    before = client.stats()["paths"]["shm"]["bytes_read"]
+
+    def changing(*_: Any) -> None:
+        raise Unsettled
+
+    monkeypatch.setattr(ArenaReader, "locate", changing)
+    assert client.get_ranges("k", [(5, 20, bytearray(20))]) == SIZE
+    assert client.counters["fallbacks"] == 1
+    assert client.stats()["paths"]["shm"]["bytes_read"] - before == 20
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_issue_the_bytes_of_ranges_that_a_second_look_has_found(here: bool) -> None:
+    tallies = Tallies()
+    counters: dict[str, int] = {}
+    routes: Any = None
+    counts = memoryview(bytearray(8 * 1024)).cast("Q")
+    sinks = [ranges_of_value([(0, 10, bytearray(10))]), ranges_of_value([(5, 20, bytearray(20))])]
+    batch = Batch([bytes(16)] * 2, sinks)
+    batch.results[:] = [4096, 5000]
+    Owners(routes, counters, tallies).count_moved(counts if here else None, batch, (0, 1))
+    counted = counts if here else tallies.tcp
+    assert (counted[Word.MOVED_HITS], counted[Word.HIT_BYTES]) == (2, 30)
 
 
 def test_checksums_of_values_in_pieces(cluster: FakeCluster, path: str) -> None:

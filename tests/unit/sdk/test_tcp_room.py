@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simm.errors import TransportError
 from simm.ipc.grant_pool import RoomWait
 from simm.ipc.steps import Steps, finish
 from simm.sdk import writes
@@ -16,7 +17,7 @@ from simm.sdk.batch import PutBatch
 from simm.sdk.writes import Puts
 from simm.wire.messages import Status
 
-OK, FULL, REFUSED = Status.OK, Status.NO_SPACE, Status.WRONG_OWNER
+OK, FULL, REFUSED, UNKNOWN = Status.OK, Status.NO_SPACE, Status.WRONG_OWNER, Status.UNAVAILABLE
 
 
 class Clock:
@@ -34,7 +35,7 @@ class Clock:
 
 
 class Tcp:
-    """A path whose stores have these statuses, one list after another; the last one for ever."""
+    """A path whose stores have these statuses, one list after another; the last for ever. An empty one: it breaks."""
 
     def __init__(self, *answers: list[int], takes_s: float = 0.0) -> None:
         self.deadline_s = 60.0
@@ -48,7 +49,10 @@ class Tcp:
         assert not until or until > writes.time.monotonic()  # the test's clock
         writes.time.sleep(self.takes_s)
         self.sent.append([digest for digest, _, _, _ in entries])
-        return next(self._answers)
+        answer = next(self._answers)
+        if not answer:
+            raise TransportError("the connection broke")
+        return answer
 
 
 @pytest.fixture
@@ -57,7 +61,14 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     clock = Clock()
     monkeypatch.setattr(writes, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     options = SimpleNamespace(checksum=False, deadline_s=60.0)
-    routes = SimpleNamespace(call_tcp=lambda _target, _tcp, call: call)
+
+    def call_tcp(_target: Any, _tcp: Any, call: Steps[list[int]]) -> Steps[list[int]]:
+        try:
+            return (yield from call)
+        except TransportError:
+            return []
+
+    routes = SimpleNamespace(call_tcp=call_tcp)
     puts = Puts(routes, None, None, options, {})  # type: ignore[arg-type]
 
     def run(tcp: Any, digests: list[bytes], room: RoomWait | None = None) -> list[int]:
@@ -90,6 +101,14 @@ def test_a_worker_that_makes_room_bit_by_bit_is_sent_the_value_again(put: Callab
     assert put(tcp, [b"a"]) == [OK] and tcp.no_wait_until == 0.0
     tcp = Tcp(*[[FULL]] * 9, [OK], takes_s=0.3)
     assert put(tcp, [b"a"], RoomWait(1.0)) == [FULL] and tcp.no_wait_until == 0.0, "it has no more time"
+
+
+def test_issue_what_was_sent_again_as_the_connection_broke_may_be_stored(put: Callable[..., list[int]]) -> None:
+    """It was called NO_SPACE, as it had been at first: that it is not stored."""
+    tcp = Tcp([FULL, OK, FULL, REFUSED], [])
+    assert put(tcp, [b"a", b"b", b"c", b"d"]) == [UNKNOWN, OK, UNKNOWN, REFUSED]
+    assert tcp.sent == [[b"a", b"b", b"c", b"d"], [b"a", b"c"]], "it is not sent by a path that is closed"
+    assert tcp.no_wait_until == 0.0
 
 
 @pytest.mark.parametrize(("takes_s", "most"), [(0.3, 11), (0.1, 5)])
