@@ -28,7 +28,7 @@ from .events import Event, Removed, Stored
 from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
-from .sources import DENSE, GPU, U64, Expected, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space
+from .sources import GPU, U64, Expected, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
@@ -279,10 +279,7 @@ class Blocks:
         return True
 
     def _stored(self, source: Source, event: Stored, rank: int) -> None:
-        where = event.where
-        if where.kind not in DENSE:
-            raise Ignored("a group that keeps no whole prefix")
-        tier = source.tier(where)
+        where, tier = event.where, source.tier_of_stored(event)
         if source.blocks + len(event.hashes) > BLOCKS_MAX:
             raise Missed("too many blocks")
         if event.tokens is None and (event.standard or source.registration.store):

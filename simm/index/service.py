@@ -229,6 +229,8 @@ class Service:
         if not size:
             with self.index.lock:
                 sizes = {each.block_size for each in self.index.spaces if (each.model, each.tenant) == (model, tenant)}
+                told = [each.registration for each in self.index.sources.values()] if len(sizes) > 1 else []
+            sizes = sizes & {each.block_size for each in told if (each.model, each.tenant) == (model, tenant)} or sizes
             if len(sizes) > 1:
                 raise UsageError(f"block_size is one of {sorted(sizes)}")
             size = sizes.pop() if sizes else 16

@@ -45,6 +45,11 @@ PARKED_BYTES_MAX: Final = 64 << 20
 #: Prompts that are expected of a source.
 EXPECTED_MAX: Final = 256
 
+#: Parts of blocks that are remembered of each source.
+PARTS_MAX: Final = 1024
+#: Why an event does not count that tells of a part of a block.
+_PART: Final = "a part of a block"
+
 U64 = NDArray[np.uint64]
 
 
@@ -202,6 +207,10 @@ class Source:
     #: The last event that was cut and waits: its further parts come next.
     cut: Parked | None = None
     expected: deque[Expected] = field(default_factory=lambda: deque(maxlen=EXPECTED_MAX))
+    #: By group, of blocks that are smaller than registered: the size of events with several of them.
+    smaller: dict[int, int] = field(default_factory=dict)
+    #: By group, size and name: what was taken for a part of a block, and tokens with those parts before that it names.
+    parts: dict[tuple[int, int, int], int] = field(default_factory=dict)
     #: Names of media that have no tier, and what was not counted, by reason.
     media: set[str] = field(default_factory=set)
     #: Models that events named, of a source that is registered without one.
@@ -233,6 +242,35 @@ class Source:
             if medium in _ADDED_TO_ONLY and not removed:
                 raise Ignored(f"{medium} of a store's connector, which tells no removals")
         return tier
+
+    def tier_of_stored(self, event: Stored) -> int:
+        """Return the tier of blocks that were stored. Raises Ignored for those that do not count.
+
+        Of hybrid models vLLM also tells of the part of a prompt's last block that has tokens yet: it has the size of a
+        hash or some, one hash of its own, and no engine restores it alone. An event with several hashes has whole
+        blocks, and so has one that makes a whole block with others of its size behind each other: then the publisher
+        was registered with too large a size. Those count that come from then on.
+        """
+        told, where, size = self.registration, event.where, event.block_size
+        if where.kind not in DENSE:
+            raise Ignored("a group that keeps no whole prefix")
+        whole = self.smaller.get(where.group, told.block_size or 0)
+        if told.type == "vllm" and size and size < whole:
+            if len(event.hashes) == 1:
+                tokens = size
+                if event.parent is not None:
+                    tokens += self.parts.get((where.group, size, event.parent), 0)
+                if tokens < whole:
+                    part = where.group, size, event.hashes[0]
+                    self.parts.pop(part, None)  # the one told last is the last one to go
+                    self.parts[part] = tokens
+                    if len(self.parts) > PARTS_MAX:
+                        del self.parts[next(iter(self.parts))]
+                    raise Ignored(_PART)
+            if self.ignored[_PART]:
+                self.miss()  # whole ones may have been among them
+            self.smaller[where.group] = size
+        return self.tier(where)
 
     def space(self, where: Where, block_size: int | None) -> Space:
         """Return the space of an event's blocks. Raises Ignored without a block size."""

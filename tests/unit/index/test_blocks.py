@@ -299,6 +299,74 @@ def test_a_group_that_keeps_a_window_is_not_counted_and_all_others_must_agree() 
     assert source.ignored["not the tokens of all blocks"] == 1
 
 
+def test_a_part_of_a_block_is_left_out() -> None:
+    """Of hybrid models vLLM tells of a prompt's last block while it fills: by the size of a hash, which is smaller."""
+    index = Blocks()
+    source = engine(index)
+    source.known.add(0)
+    tokens = prompt(2)
+    apply(index, source, stored([1], tokens[:SIZE]))
+    part = {**stored([2], tokens[SIZE : SIZE + 2], parent=1), "block_size": 2}
+    apply(index, source, part, {**part, "parent_block_hash": 77}, {**part, "parent_block_hash": None})
+    assert source.ignored == {"a part of a block": 3} and source.missed == 0 and source.known == {0}
+    assert source.waiting == 0 and index.entries == 1
+    apply(index, source, removed([2]), stored([3], tokens[SIZE:], parent=1))
+    assert asked(index, tokens).matches["A"].blocks == 2
+    # A publisher that is registered without a size, or that has another way of telling, has what it tells.
+    others = [Registration("B", "other"), Registration("C", "other", "sglang", block_size=SIZE)]
+    for other in map(index.register, others):
+        apply(index, other, {**part, "parent_block_hash": None})
+        assert other.blocks == 1 and not other.ignored
+
+
+def test_whole_blocks_count_if_a_publisher_is_registered_with_too_large_a_size() -> None:
+    """A part of a block has one hash. What was taken for parts before is missing, and the publisher not complete."""
+    index = Blocks()
+    source = engine(index)
+    source.known.add(0)
+    tokens = prompt(4)
+    small = SIZE // 2
+    sized = [
+        {**stored([number], tokens[at : at + small], parent=parent), "block_size": small}
+        for number, at, parent in ((1, 0, None), (8, 3 * SIZE, 7))
+    ]
+    whole = {**stored([2, 3, 4], tokens[: 3 * small]), "block_size": small}
+    apply(index, source, sized[0])
+    assert source.ignored == {"a part of a block": 1} and source.known == {0}
+    apply(index, source, whole)
+    assert source.blocks == 3 and source.missed == 1 and not source.known
+    apply(index, source, {**sized[0], "block_hashes": [5], "parent_block_hash": 4})
+    assert source.blocks == 4 and source.missed == 1, "one that was told alone counts from then on"
+    apply(index, source, {**sized[1], "group_idx": 1}, {**stored([9], tokens[:1], parent=4), "block_size": 1})
+    assert source.ignored["a part of a block"] == 3 and source.blocks == 4, "of another group, and a smaller one"
+    other = engine(index, "B")
+    other.known.add(0)
+    apply(index, other, whole)
+    assert other.blocks == 3 and other.known == {0} and not other.ignored
+
+
+def test_issue_blocks_told_alone_are_whole_if_together_they_have_the_size_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each may have been told by a step of its own."""
+    monkeypatch.setattr(sources_module, "PARTS_MAX", 2)
+    index = Blocks()
+    source = engine(index)
+    source.known.add(0)
+    tokens = prompt(2)
+
+    def one(name: int, parent: int | None) -> dict[str, Any]:
+        return {**stored([name], tokens[name - 1 : name], parent=parent), "block_size": 1}
+
+    apply(index, source, one(1, None), one(2, 1), one(3, 2), one(3, 2))
+    assert source.ignored == {"a part of a block": 4} and source.known == {0}
+    assert len(source.parts) == 2, "and no more are remembered"
+    apply(index, source, one(4, 3))
+    assert source.missed == 1 and not source.known
+    apply(index, source, one(1, None), one(2, 1))
+    assert source.blocks == 2
+
+
 def test_a_copy_that_is_removed_leaves_the_other() -> None:
     index = Blocks()
     source = engine(index)

@@ -71,6 +71,24 @@ def test_a_query_is_answered_as_by_the_conductor() -> None:
         assert "a" not in next(iter(_post(service, "/query", {**asked, **other})[1].values()))
 
 
+def test_a_question_without_a_size_is_of_blocks_of_a_registered_one() -> None:
+    """Two of them are a mistake of the question's, and so are two that nobody has registered."""
+    index = _index()
+    service = Service(index)
+    odd = index.register(Registration("odd", MODEL))
+    index.apply(odd, [Stored([7], None, token_bytes(TOKENS[:8]), 8, Where("GPU"))])
+    status, found = _post(service, "/query", {"model": MODEL, "token_ids": TOKENS})
+    assert status == 200 and found["default"]["a"]["longest_matched"] == 64 and "odd" not in found["default"]
+    large = index.register(Registration("large", MODEL, block_size=32))
+    index.apply(large, [Stored([7], None, token_bytes(TOKENS[:32]), 32, Where("GPU"))])
+    status, found = _post(service, "/query", {"model": MODEL, "token_ids": TOKENS})
+    assert status == 400 and "[16, 32]" in found["error"]
+    index.apply(odd, [Stored([8], None, token_bytes(TOKENS[:4]), 4, Where("GPU", model="plain"))])
+    index.apply(odd, [Stored([9], None, token_bytes(TOKENS[:8]), 8, Where("GPU", model="plain"))])
+    status, found = _post(service, "/query", {"model": "plain", "token_ids": TOKENS})
+    assert status == 400 and "[4, 8]" in found["error"]
+
+
 def test_a_query_with_dynamos_names_is_answered_as_by_its_indexer_too() -> None:
     """A tier counts on from the one before it, scores are of devices alone; pools are no workers there."""
     index = _index()
