@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import itertools
 import logging
 import mmap
 import os
@@ -275,7 +276,7 @@ def ranges_at(
     """
     same_length(addresses, sizes)
     if offsets is None:
-        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+        offsets = list(itertools.accumulate(sizes, initial=0))[:-1]
     same_length(addresses, offsets)
     return ranges_of([
         (offset, size, memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)

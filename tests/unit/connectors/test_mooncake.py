@@ -431,6 +431,28 @@ def test_setup_of_what_cannot_work_is_a_code(monkeypatch: pytest.MonkeyPatch) ->
     assert MooncakeDistributedStore().setup("h", "", 0, 0, "tcp", "", "no address:::") == -600
 
 
+class Sizes(list[int]):
+    """Sizes of which no part is added up by itself."""
+
+    def __getitem__(self, at: Any) -> Any:
+        assert not isinstance(at, slice), "of n buffers that is n * n additions"
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 300])
+def test_buffers_of_a_value_lie_one_behind_the_other(count: int, memory: Any) -> None:
+    rng = random.Random(count)
+    sizes = [rng.randrange(1, 200) for _ in range(count)]
+    naive = [sum(sizes[:at]) for at in range(count)]
+    at = ctypes.addressof(memory)
+    addresses = [at + offset for offset in naive]
+    host = mooncake_types.HostMemory({})
+    found = mooncake_types.ranges_at(host, addresses, Sizes(sizes))
+    expected = mooncake_types.ranges_at(host, addresses, sizes, naive)
+    assert (len(found), found.total) == (len(expected), sum(sizes)) and len(found) == sum(sizes)
+    assert [part[:2] for part in found.parts] == [part[:2] for part in expected.parts] == [*zip(naive, sizes)]
+
+
 def test_memory_by_address() -> None:
     allocator = mooncake_types.MooncakeHostMemAllocator()
     address = allocator.alloc(10_000)
