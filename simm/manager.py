@@ -283,9 +283,9 @@ class Manager(Service):
             self.counts["maps_offered"] += 1
             self._reply(peer, number, self.cluster.offer(now, msg))
         elif isinstance(msg, M.MapGet):
-            if msg.subscribe:
-                self._subscribers.add(peer)
             state.asks(msg.subscribe)
+            if msg.subscribe:
+                (self._subscribers.add if msg.subscribe & E.SUBSCRIBE_MAPS else self._subscribers.discard)(peer)
             self._tuning.traces.greet(peer)
             if msg.subscribe & P.SUBSCRIBE_REPORTS and self._links.has_joined(peer):
                 peer.push(P.ReportEvery(int(self.activity.interval_s() * 1000)))

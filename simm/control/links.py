@@ -48,13 +48,17 @@ class ConnectionState:
         self.follows: bool | None = None
 
     def asks(self, subscribe: int) -> None:
-        """Take what MAP_GET asks for."""
+        """Take what MAP_GET asks for, in place of what one before has; 0 is a mere question, and changes nothing."""
+        if not subscribe:
+            return
         self.epochs = bool(subscribe & SUBSCRIBE_EPOCHS)
         self.leases = bool(subscribe & SUBSCRIBE_LEASES)
         self.orders = bool(subscribe & SUBSCRIBE_ORDERS)
         self.traces = bool(subscribe & SUBSCRIBE_TRACES)
         if subscribe & SUBSCRIBE_MAPS:
             self.follows = self.epochs
+        else:
+            self.follows, self.stale = None, False  # no map is pushed any more
 
 
 class ServerLinks:

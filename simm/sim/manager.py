@@ -18,7 +18,7 @@ from ..cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, 
 from ..cluster.shard_map import ShardMap
 from ..control.epochs import Advances
 from ..control.links import ConnectionState, is_refusal
-from ..wire.epoch_messages import Advance, Epochs
+from ..wire.epoch_messages import SUBSCRIBE_MAPS, Advance, Epochs
 from ..wire.messages import Error, Heartbeat, Join, Leave, MapGet, MapOffer, MapReply, Moved, Status
 from .net import Net, Process
 
@@ -202,7 +202,8 @@ class ManagerHost:
         elif isinstance(msg, MapOffer):
             self._reply(link, self.cluster.offer(now, msg), answer)
         elif isinstance(msg, MapGet):
-            self.subscribers.add(link)
+            if msg.subscribe:
+                (self.subscribers.add if msg.subscribe & SUBSCRIBE_MAPS else self.subscribers.discard)(link)
             state.asks(msg.subscribe)
             self.advances.asked(filter(None, [self.names.get(link)]), state.follows)
             joined, supervisor = link in self.names, state.supervisor

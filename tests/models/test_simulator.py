@@ -22,6 +22,7 @@ from simm.sim.oracle import SimFailure
 from simm.sim.worker import Worker
 from simm.sim.world import Options, Report, World, run_scenario, scenario
 from simm.tools import simulate
+from simm.wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_MAPS
 from simm.wire.messages import MapGet, Status
 from tests.models.explorer import first_failure
 from tests.support.dose import dose, dosed
@@ -475,6 +476,22 @@ def test_a_manager_without_state_waits_for_each_server_that_asks() -> None:
         ask(process)
     net.run(40.0)
     assert heard == [("client0", 2), ("n0", 12), ("client0", 20), ("n0", 32)]
+
+
+@pytest.mark.parametrize("subscribe", [0, SUBSCRIBE_MAPS, SUBSCRIBE_EPOCHS, SUBSCRIBE_MAPS | SUBSCRIBE_EPOCHS])
+def test_issue_maps_are_pushed_to_those_who_ask_for_that(subscribe: int) -> None:
+    """As the real manager does. A later question that asks for something else ends it, and a mere one does not."""
+    net = Net(1)
+    manager = ManagerHost(net, Timing(), 0.0)
+    manager.start()
+    process = Process(net, "h1", "client0")
+    process.start()
+    link = manager.connect(process, lambda: None)
+    for asked in (subscribe, 0):
+        manager.request(link, MapGet(0, asked), lambda *_: None)
+        assert (link in manager.subscribers) == bool(subscribe & SUBSCRIBE_MAPS)
+    manager.request(link, MapGet(0, SUBSCRIBE_EPOCHS), lambda *_: None)
+    assert link not in manager.subscribers
 
 
 # --- the command ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
 from simm.tools import nodes
 from simm.wire import messages as M
-from simm.wire.epoch_messages import SUBSCRIBE_MAPS, Advance
+from simm.wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_MAPS, Advance, Epochs
 from simm.wire.hello import client_hello
 from simm.wire.messages import WorkerInfo
 from tests.support.manager_client import instance, joining
@@ -438,3 +438,29 @@ def test_who_waits_for_the_map_gets_it_once() -> None:
             now[0] += 0.1
             loop.run_once(0.0)
         assert manager.counts["maps_sent"] == len(talks) and manager.counts["pushes"] == 0
+
+
+def test_issue_only_who_asks_for_maps_gets_them_and_a_question_changes_nothing() -> None:
+    """Any set but 0 subscribed. 0 ended EPOCHS, and the maps went on without them."""
+    now = [1000.0]
+    loop = Loop(lambda: now[0])
+    with contextlib.closing(loop), contextlib.ExitStack() as stack:
+        manager = Manager(loop)
+        others, follows, ends, advances = [Talk(loop, manager) for _ in range(4)]
+        for talk in (others, follows, ends, advances):
+            stack.enter_context(contextlib.closing(talk.sock))
+        both = SUBSCRIBE_MAPS | SUBSCRIBE_EPOCHS
+        asked = ((others, SUBSCRIBE_EPOCHS), (follows, both), (follows, 0), (ends, both), (ends, SUBSCRIBE_EPOCHS))
+        for number, (talk, subscribe) in enumerate(asked, 1):
+            talk.ask(M.MapGet(0, subscribe), number)
+            assert isinstance(decode(talk.hear()), M.MapReply)
+        assert manager.own()["subscribers"] == 1
+        advances.ask(Advance("namespace", 1000), 1)
+        for _ in range(20):
+            now[0] += 0.02
+            loop.run_once(0.0)
+        assert [type(decode(follows.hear())) for _ in range(2)] == [Epochs, M.MapReply]
+        assert manager.counts["pushes"] == 1
+        for talk in (others, ends):
+            with pytest.raises(BlockingIOError):
+                talk.sock.recv(1)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from simm.control.links import PRUNE_AT_LEAST, ServerLinks
+from simm.control.links import PRUNE_AT_LEAST, ConnectionState, ServerLinks
 from simm.net.peer import Peer
+from simm.wire.admin_messages import SUBSCRIBE_ORDERS
+from simm.wire.auth import Gate
+from simm.wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_LEASES, SUBSCRIBE_MAPS
+from simm.wire.messages import Service
+from simm.wire.trace_messages import SUBSCRIBE_TRACES
 
 
 def peer() -> Peer:
@@ -54,3 +59,23 @@ def test_names_that_the_cluster_forgets_leave_nothing() -> None:
     assert links.names(two) == living
     assert links.names(one) >= dying and len(links.closed(one)) <= 2 * PRUNE_AT_LEAST + 2
     assert sum(map(held, vars(links).values())) == 2 * len(living) + 1
+
+
+def test_what_a_connection_asks_for_holds_until_it_asks_for_something_else() -> None:
+    """A mere question, 0, ended what comes beside the maps, but not the maps."""
+    state = ConnectionState(Gate(Service.MANAGER, ()))
+
+    def asked() -> tuple[bool, bool, bool, bool, bool | None]:
+        return state.epochs, state.leases, state.orders, state.traces, state.follows
+
+    state.asks(0)
+    assert asked() == (False, False, False, False, None)
+    state.asks(SUBSCRIBE_MAPS | SUBSCRIBE_EPOCHS | SUBSCRIBE_LEASES | SUBSCRIBE_ORDERS | SUBSCRIBE_TRACES)
+    state.stale = True
+    for _ in range(2):
+        assert asked() == (True, True, True, True, True) and state.stale
+        state.asks(0)
+    state.asks(SUBSCRIBE_MAPS)
+    assert asked() == (False, False, False, False, False) and state.stale
+    state.asks(SUBSCRIBE_EPOCHS)
+    assert asked() == (True, False, False, False, None) and not state.stale, "no map is pushed to it"
