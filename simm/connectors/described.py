@@ -24,6 +24,7 @@ import enum
 import functools
 import gc
 import hashlib
+import json
 import logging
 import math
 import operator
@@ -35,6 +36,7 @@ import struct
 import threading
 import types
 from collections.abc import Iterator, Mapping, Set, ValuesView
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -98,6 +100,17 @@ def described(value: Any) -> Described:
     except Exception as exc:  # of the engine's own objects, in whatever they do when they are read
         reason = f"{type(exc).__name__} when it is read"
     return Described(f"unknown {secrets.token_hex(16)}", walk.code, reason)
+
+
+@dataclass(frozen=True, repr=False)
+class Hidden:
+    """A setting that may hold secrets. It counts as any other one; its ``repr``, for logs, has a digest alone."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        text = described(self.value).text
+        return f"<digest {hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}>"
 
 
 def _name(thing: Any) -> str:
@@ -353,3 +366,47 @@ def _is_transparent(kind: type) -> bool:
     slots += kind.__dictoffset__ != 0 and not kind.__flags__ & _MANAGED_DICT
     slots += kind.__weakrefoffset__ > 0
     return kind.__itemsize__ == 0 and kind.__basicsize__ <= object.__basicsize__ + slots * _POINTER
+
+
+#: Settings of engines' loaders by which the same weights come faster, or are checked: threads and readers, who reads
+#: for whom, and bounds of memory, files and time. Others may name adapters that are merged in, or folders with other
+#: weights.
+_LOADERS_SPEED: Final = frozenset((
+    "enable_multithread_load", "num_threads", "enable_weights_track", "enable_gds", "concurrency", "memory_limit",
+    "distributed", "max_file_bytes", "hash_num_threads", "verify_on_load", "num_readers", "verify_hash",
+    "connect_timeout_s", "state_timeout_s",
+))  # fmt: skip
+
+
+#: Settings by which the same weights are read and decrypted. They are secrets, or name them, and change in time. What
+#: another key decrypts is refused.
+_LOADERS_ACCESS: Final = frozenset(("s3_access_key_id", "s3_secret_access_key", "encryption_keyfile", "encryption"))
+#: Settings that do not count with these values: how a process gets weights of another one, by a socket. Which socket it
+#: is counts, as the two compare no more of weights than their names and shapes.
+_LOADERS_WAYS: Final = {"mode": ("zero_copy", "copy"), "fallback": (True, False)}
+
+
+def of_loader(settings: Any) -> Hidden | None:
+    """Return what decides weights of a loader's own settings, a mapping or its JSON; None for nothing. O(settings).
+
+    It is hidden in logs: a loader that is not the engine's own may have secrets under any name. What is neither a
+    mapping nor JSON counts as it is.
+    """
+    left = _of_weights(settings)
+    return None if left is None else Hidden(left)
+
+
+def _of_weights(settings: Any) -> Any:
+    if isinstance(settings, str):
+        try:
+            settings = json.loads(settings)
+        except ValueError:
+            return settings
+    if not isinstance(settings, Mapping):
+        return settings
+    left = {
+        name: _of_weights(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in _LOADERS_SPEED and name not in _LOADERS_ACCESS and value not in _LOADERS_WAYS.get(name, ())
+    }  # fmt: skip
+    return {name: value for name, value in left.items() if value is not None} or None

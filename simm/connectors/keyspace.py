@@ -27,10 +27,17 @@ flush may be stored again after it, by a keyspace that has found none a moment a
   threads has found none. Then it stores its own only where there is still none, and looks again for a larger one.
 * A flush reads the generation back, all of its copies, and tries again while it finds an older one. It reports success
   only if all that it has read are its own, or larger ones, and no copy could not be read.
+* A flush does not report success either while another thread of its keyspace still stores an older generation.
+* :meth:`Keyspace.flush_until_seen` looks again in a thread, and stores the generation where it finds an older one. An
+  engine that is idle after a reset, and so does nothing that would store it, reaches the others in this way. An older
+  one that another engine has stored after the flush has looked is replaced so, too. The thread ends when two looks, a
+  pause apart, have found no older one. Pauses differ at random by a quarter either way, as one outage begins the
+  threads of many engines.
 * With two copies a server that is away while the generation is replaced may keep the one before. A flush does not
   report success then, see :meth:`~simm.sdk.ops.replicas.Replicas.replace`.
 * An old one that is stored after the flush has looked is replaced by the next operation of any keyspace that knows the
-  larger one. Until then a keyspace that does not may go on with the old one.
+  larger one, or by the thread's next look. That is ``_AGAIN_S`` later or so after a flush, and up to 1.25 times
+  ``_AGAIN_MAX_S`` after an outage. Until then a keyspace that does not know it may go on with the old one.
 
 A flush forgets; it tells nobody of other weights. A keyspace whose engine goes on with the old weights stores under the
 new generation, and all read it. Where engines of one scope get new weights one after the other, it takes a version in
@@ -43,19 +50,21 @@ import functools
 import hashlib
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ..client import Client, NoValue, sink_of, source_of
-from ..errors import SimmError
+from ..errors import SimmError, UsageError
 from ..host import fork
 from ..host.buffers import Span
+from ..host.threads import Wake, ended_within, lives
 from ..schemes.encodings import short_key
 from ..schemes.registry import GENERATION, generation_key
 from ..wire.status import Status
-from .described import described
+from .described import Hidden, described
 
 log = logging.getLogger("simm.connectors")
 
@@ -68,9 +77,17 @@ _PAUSE_S: Final = 0.002
 
 #: Why a flush has returned False, and what follows, for the log.
 NOT_FLUSHED: Final = (
-    "a server of SiMM could not be reached, or another engine has stored the generation before at the same moment. They"
-    " follow when this engine uses SiMM the next time and its servers can be reached"
+    "a server of SiMM could not be reached, or another engine, or another thread of this one, has stored the generation"
+    " before at the same moment. It is stored again until they follow, as long as this engine runs; the log says when"
+    " they do"
 )
+
+#: Between looks at a flush of which others may know nothing yet, seconds: the first one, and the longest one.
+_AGAIN_S: Final = 1.0
+_AGAIN_MAX_S: Final = 30.0
+#: For parts of pauses that differ from one engine to the other. It has no state: an engine seeds ``random``, and what
+#: it draws must not change; and processes that are forked from one have the same state.
+_DICE: Final = random.SystemRandom()
 
 #: Characters of a setting in a warning.
 _SHOWN: Final = 200
@@ -88,7 +105,7 @@ def identity(facts: Mapping[str, Any]) -> str:
         if unknown:
             _warn_of_unknown(name, unknown)
         elif code:
-            _warn_of_code(name, texts[name][:_SHOWN])
+            _warn_of_code(name, repr(value) if isinstance(value, Hidden) else texts[name][:_SHOWN])
     return hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
@@ -127,11 +144,22 @@ class Keyspace:
         self._known = 0
         #: When a look has found none, monotonic seconds; None if none has since one was there.
         self._lost_at: float | None = None
+        #: Generations that are being stored, by thread: an older one may arrive after a larger one.
+        self._storing: dict[int, int] = {}
+        #: Looks again at a flush that others may not see; None where there is none.
+        self._thread: threading.Thread | None = None
+        #: A flush of whose failure the log has told, and which others do not follow yet.
+        self._owed = False
+        self._closed = False
+        #: Set when it is closed, and by a flush while there is a thread.
+        self._wake = Wake()
         fork.in_child(self._after_fork)
 
     def _after_fork(self) -> None:
-        """Take a new lock: another thread, which the child does not have, may hold this one."""
+        """Take a new lock: another thread, which the child does not have, may hold this one. Only the parent stores."""
         self._lock = threading.Lock()
+        self._storing = {}
+        self._thread = None
 
     def __repr__(self) -> str:
         return f"<Keyspace {self.scope} generation={self._known}>"
@@ -203,10 +231,106 @@ class Keyspace:
             if not self._store(new):
                 return False
             if self._oldest() >= new:
-                return True
+                with self._lock:
+                    # A copy, as others end without the lock.
+                    older = any(each < new for each in tuple(self._storing.values()))
+                if not older:
+                    return True
             if time.monotonic() > until:
                 break
         return False
+
+    def flush_until_seen(self) -> bool:
+        """Do :meth:`flush`, and look again in a thread until others see it, or until :meth:`close`.
+
+        Return as :meth:`flush` does, and raise what it raises. The thread looks after about ``_AGAIN_S`` seconds, then
+        after twice as long each time, ``_AGAIN_MAX_S`` at the most. It ends after two looks in a row with nothing to
+        store. It also looks where the flush has succeeded, as another engine may undo it later: by a put of its own
+        that has begun before, and takes its time. It makes no further generation, so what is stored after this flush
+        stays.
+        """
+        try:
+            seen = self.flush()
+        except Exception:
+            self._go_on(seen=False)  # this keyspace keeps to the new generation all the same
+            raise
+        self._go_on(seen=seen)
+        return seen
+
+    def close(self) -> None:
+        """End the thread of :meth:`flush_until_seen`: waits for two deadlines of the client at most. Never raises."""
+        self._closed = True
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            ended_within(thread, 2 * self._client.deadline_s)
+
+    def _go_on(self, *, seen: bool) -> None:
+        """Have a thread look at the generation from now on, the one that does so already if there is one."""
+        try:
+            with self._lock:
+                self._owed |= not seen
+                if not self._closed and (self._thread is None or not lives(self._thread)):
+                    # It is noted before it is started: it may run after an interrupt, and ends under the lock.
+                    self._thread = threading.Thread(target=self._until_seen, name="simm-flush", daemon=True)
+                    try:
+                        self._thread.start()
+                    except Exception:
+                        self._thread = None
+                        raise
+                else:
+                    self._wake.set()  # its pause may be a long one by now
+        except Exception as exc:
+            if not seen:
+                log.warning("nobody stores the flush of %s until this engine uses SiMM again: %s", self.scope, str(exc))
+
+    def _until_seen(self) -> None:
+        pause_s, seen = _AGAIN_S, 0
+        me = threading.current_thread()
+        while True:
+            if self._wake.wait(_about(pause_s)):
+                pause_s = _AGAIN_S
+                if not self._closed:  # a further flush; a second one ends this pause, so that there is a look at last
+                    self._wake.wait(_about(pause_s))
+            if self._closed or self._thread is not me:  # another one looks if the start of this one was interrupted
+                return
+            pause_s = min(2 * pause_s, _AGAIN_MAX_S)
+            before, seen, ended, there = seen, 0, False, False
+            try:
+                seen, there = self._spread()
+            except UsageError:  # the client is closed
+                ended = True
+            except Exception as exc:  # the log has the reason of the flush that failed
+                log.debug("the flush of %s is not stored yet: %s", self.scope, str(exc))
+            with self._lock:
+                # Else there was a further flush meanwhile, or others have stored another one since.
+                done = self._thread is me and (ended or (there and seen == before == self._known))
+                if done:
+                    self._thread = None
+                    told, self._owed = self._owed, False
+            if done:
+                if told and not ended:
+                    log.warning("all engines follow the flush of %s now", self.scope)
+                return
+
+    def _spread(self) -> tuple[int, bool]:
+        """Store the generation known where one may read an older one.
+
+        Return it if nobody can any more, else 0; and whether nobody could before.
+        """
+        _, stored = self._read()
+        there = True
+        while True:
+            with self._lock:
+                known = self._known = max(self._known, stored)
+            if self._oldest() >= known:
+                return known, there
+            there = False
+            done = self._store(known) and self._oldest() >= known
+            with self._lock:
+                newer = self._known > known
+            if not newer:  # else a flush has succeeded meanwhile, perhaps, and this has undone it
+                return known if done else 0, False
 
     def _read(self) -> tuple[int, int]:
         """Return what a get of the generation returns, and the generation that is stored, 0 for none."""
@@ -225,7 +349,19 @@ class Keyspace:
         return min(found, default=0)
 
     def _store(self, generation: int, *, absent: bool = False) -> bool:
-        """Store a generation in place of what is there, or only where there is none; return whether one is stored."""
+        """Store a generation, or the one that is known by now, in place of what is there, or only where there is none.
+
+        Return whether one is stored.
+        """
+        caller = threading.get_ident()
+        try:
+            with self._lock:  # a flush that has begun is seen here, or sees this
+                self._storing[caller] = generation = max(generation, self._known)
+            return self._put(generation, absent=absent)
+        finally:  # an entry that an interrupt leaves keeps flushes of other threads from success
+            self._storing.pop(caller, None)
+
+    def _put(self, generation: int, *, absent: bool) -> bool:
         source = source_of(GENERATION.pack(generation))
         if absent:
             if self._client._options.checksum:  # whose put does not look
@@ -243,6 +379,11 @@ class Keyspace:
     def digests(self, generation: str, keys: Sequence[str]) -> list[bytes]:
         """Return the digests of :meth:`names`. O(bytes)."""
         return list(map(self._client.digest, self.names(generation, keys)))
+
+
+def _about(seconds: float) -> float:
+    """Return a pause of this length, a quarter shorter or longer at random."""
+    return seconds * _DICE.uniform(0.75, 1.25)
 
 
 def replace(

@@ -8,8 +8,11 @@ Keys
 ----
 A key is LMCache's own text: model, world size, worker, chunk hash, data type, layer and tags. All of them lie in SiMM's
 namespace, and ``simm.schemes.lmcache`` makes the same ones. With the options ``weight_version`` or ``salt``, a digest
-of both precedes them. The layout of a chunk is in its value (``lmcache_values.py``). A chunk of another layout is a
-miss, and dropped, so that this engine's can be stored.
+of both precedes them. vLLM keeps FP8 and other small numbers as bytes, and LMCache tells the storage no more than that:
+then the encoding by vLLM's name of the data type, and how FP8 is encoded on this GPU, are in the digest. Where that is
+not as on most GPUs it is there with any data type, as some layers may have other numbers than LMCache says. The layout
+of a chunk is in its value (``lmcache_values.py``). A chunk of another layout is a miss, and dropped, so that this
+engine's can be stored.
 
 Memory
 ------
@@ -43,10 +46,11 @@ from ..errors import UsageError
 from ..schemes.encodings import short_key
 from ..sdk.ops.waiting import in_own_thread
 from ..wire.status import STATUS_NAMES, Status
+from . import vllm_facts
 from .complaints import Complaints
 from .keyspace import connect, options_of
 from .lmcache_values import Arena, Layout, Slot, head_of, length_of, never_whole, reachable, taken_apart, too_large
-from .registration.of_lmcache import engine_schemes
+from .registration.of_lmcache import engine_schemes, remembered, vllm_config
 from .registration.registrar import Registrar
 
 __all__ = ["SimmAdapter", "SimmConnector"]
@@ -60,6 +64,8 @@ _SCHEMA: Final = "simm://"
 _PLUGIN: Final = "plugin://"
 #: torch's data types by their names in a layout.
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in TORCH_DTYPE_TO_STR_DTYPE}
+#: Those in which engines keep numbers of more than one kind: all encodings of FP8, and numbers with scales.
+_BYTES: Final = frozenset(("uint8", "int8"))
 
 
 class SimmAdapter(ConnectorAdapter):  # type: ignore[misc, unused-ignore]
@@ -105,7 +111,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         options = _options(url, plugin_name, config.extra_config or {})
         #: torch's type of shapes.
         self._shape: Callable[[Sequence[int]], Any] = type(self.meta_shapes[0])
-        self._head = head_of(options)
+        self._head = head_of(options, _numbers_of(metadata, options))
         self._owns = client is None
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         self._registrar = Registrar(self._client, self._complain)
@@ -398,6 +404,22 @@ def _options(url: str, plugin_name: str | None, extra: dict[str, Any]) -> dict[s
         if value not in (None, ""):
             found.setdefault(option, value)
     return found
+
+
+def _numbers_of(metadata: Any, options: dict[str, Any]) -> str:
+    """Return how an engine's numbers are kept as far as its keys do not say it; "" for nothing, or if not known."""
+    if str(getattr(metadata, "kv_dtype", "")).removeprefix("torch.") not in _BYTES:
+        return vllm_facts.uncommon_fp8()
+    try:
+        return remembered(metadata, lambda: vllm_facts.numbers_of(vllm_config()))
+    except AttributeError:  # another engine, or another vLLM
+        if not options.get("weight_version"):
+            log.warning(
+                "the KV cache's numbers are kept as bytes, and it is not known how: engines with another "
+                "kv-cache-dtype, or with GPUs of another kind, need a weight_version or a namespace each, else they "
+                "read each other's chunks"
+            )
+        return vllm_facts.uncommon_fp8()
 
 
 def _dtype(name: str) -> Any:

@@ -28,11 +28,13 @@ there, nothing uses its objects any more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 from lmcache.lmcache_native import Bitmap
@@ -149,23 +151,29 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
     def _submit(self, what: str, results: dict[int, Any], notifier: Any, nothing: Any, call: Callable[[], Any]) -> int:
         """Run a call in a thread; note its result, or ``nothing`` where it raises, and signal. Return its number."""
         number = next(self._numbers)
+        #: The result, until it is told.
+        result = [nothing]
 
         def run() -> None:
-            result = nothing
             try:
-                result = call()
+                result[0] = call()
             except Exception as exc:
                 self._complain(what, "%s failed, LMCache goes on without it: %s", what, str(exc), trace=True)
-            end(result)
+            end()
 
-        def end(result: Any) -> None:
+        def end(_job: Any = None) -> None:
             with self._lock:
-                results[number] = result
-                if not self._closed:
-                    notifier.notify()
+                if result:
+                    results[number] = result[0]
+                    if not self._closed:
+                        notifier.notify()
+                    result.clear()
 
-        if self._threads.hand_over(run) is None:  # closed, or no thread can be started
-            end(nothing)
+        job = self._threads.hand_over(run)
+        if job is None:  # closed, or no thread can be started
+            end()
+        else:
+            job.add_done_callback(end)  # it may end without the call: cancelled, or for want of memory
         return number
 
     # -- store --------------------------------------------------------------------------------------
@@ -264,8 +272,16 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _release_later(self, free: Iterable[_Held]) -> None:
         for held in free:
-            if self._threads.hand_over(self._release, held) is None:
+            job = self._threads.hand_over(self._release, held)
+            if job is None:
                 self._release(held)
+            else:
+                job.add_done_callback(functools.partial(self._release_lost, held))
+
+    def _release_lost(self, held: _Held, job: Future[None]) -> None:
+        """Release what a job was to release that has ended without its call."""
+        if job.cancelled() or job.exception() is not None:
+            self._release(held)
 
     def _release(self, held: _Held) -> None:
         with self._complain.ending("a lock"):

@@ -34,9 +34,13 @@ _FORM: Final = 1
 _TEXT: Final = re.compile(r"[A-Z0-9_]{1,32}(\|[a-z0-9_]{1,32}:[0-9]{1,12}(,[0-9]{1,12}){0,7}){1,1024}")
 
 
-def head_of(options: Mapping[str, Any]) -> str:
-    """Return what an engine's options put before each key: nothing, or a digest of ``weight_version`` and ``salt``."""
-    facts = {name: options.get(name) for name in ("salt", "weight_version")}
+def head_of(options: Mapping[str, Any], numbers: str = "") -> str:
+    """Return what an engine's options put before each key: nothing, or a digest of ``weight_version`` and ``salt``.
+
+    ``numbers``: how a chunk's bytes are numbers, as far as neither its key nor its value says it. It is in the digest,
+    too.
+    """
+    facts = {**{name: options.get(name) for name in ("salt", "weight_version")}, "numbers": numbers}
     given = {name: value for name, value in facts.items() if value not in (None, "")}
     return f"{identity(given)}/" if given else ""
 

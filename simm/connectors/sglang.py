@@ -261,21 +261,23 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Return how the keys of a prompt's pages are made, of all ranks; nothing where this rank cannot tell.
 
         The first rank tells it of all others, whose pools are like its own. Stages of a pipeline have other layers, and
-        pages that are split by tokens other tokens: nothing is told of these.
+        pages that are split by tokens other tokens: nothing is told of these. Raises UsageError for an engine with
+        several pools: what a prefix needs of the others depends on the engine's policies.
         """
         config, pool = self._config, self._pools.get(str(PoolName.KV))
         names = [self._options.get("model"), getattr(config, "model_name", None)]
         parts = [getattr(config, name, 1) or 1 for name in ("pp_size", "attn_cp_size", "dcp_size")]
         if pool is None or pool.logical or not any(names) or max(parts) > 1 or getattr(config, "tp_rank", 0):
             return []
+        if set(self._pools) - {pool.name}:
+            raise UsageError("it is not known what a prefix needs of a hybrid model's or a draft model's pools")
         ranks = 1 if self._replicated(pool.name, pool.host) else getattr(config, "tp_size", 1) or 1
         heads = [
             head_of(pool.name, known, weights)
             for rank in range(ranks) for known in self._pool_facts(pool.name, pool.host, rank)
         ]  # fmt: skip
         options: dict[str, Any] = {
-            "scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads),
-            **paging_of(mamba="mamba" in self._pools),
+            "scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads), **paging_of(),
         }  # fmt: skip
         return under_names(Scheme("any", "sglang-pages", pool.page_tokens, ranks, options=options), names)
 
@@ -513,7 +515,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     @_harmless(_nothing)
     def clear(self) -> None:
         """Make all that was stored of this model unreadable, for all its ranks and engines."""
-        if not self._keyspace.flush():
+        if not self._keyspace.flush_until_seen():
             log.warning("the flush has not reached other engines: %s", NOT_FLUSHED)
         generation = self._keyspace.generation()
         if generation is not None:
@@ -522,6 +524,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     @_harmless(_nothing)
     def close(self) -> None:
         """Close the connection. Later calls find nothing and store nothing."""
+        self._keyspace.close()
         self._registrar.close()
         if self._owns:
             self._client.close()
@@ -556,6 +559,8 @@ def _served(*names: str) -> dict[str, Any]:
         from sglang.srt import runtime_context as context
 
         source = context.get_serving() if names == ("weight_version",) else context.get_server_args()
+        if names == facts.RESOLVED and hasattr(context, "get_exec"):
+            source = context.get_exec().features
     except (ImportError, AttributeError, ValueError):
         return {}  # not published: a program that embeds parts of SGLang
     return {f"served_{name}": getattr(source, name, None) for name in names}

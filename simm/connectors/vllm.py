@@ -21,8 +21,9 @@ nothing is stored for a request that began before the reset.
 
 Failures
 --------
-No method raises: a failure is a miss, or a job without success, and is logged once in ten seconds. vLLM recomputes the
-chunks whose load failed. Only the constructor raises, for settings that cannot work.
+No method raises: a failure is a miss, or a job without success, and is logged once in ten seconds. So is a lookup that
+takes longer than the deadline. vLLM recomputes the chunks whose load failed. Only the constructor raises, for settings
+that cannot work.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 import numpy as np
@@ -53,7 +55,7 @@ from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host import fork
 from ..host.buffers import Span
-from ..host.threads import Pool
+from ..host.threads import Pool, Waiters
 from ..schemes.scheme import Scheme
 from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
@@ -80,8 +82,27 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc, unused-ignore]
         super().__init__(tier_type=tier_type)
 
     def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
-        """Return for each chunk whether it is stored."""
+        """Return for each chunk whether it is stored.
+
+        Also for a request that waits no longer: all requests that have asked for a chunk since share this answer.
+        """
         return self._tier.stored(keys)
+
+
+class _Job:
+    """A job that has no result yet. The tier's lock guards ``begun``."""
+
+    __slots__ = ("begun", "handle", "keys", "load", "number")
+
+    def __init__(self, number: int, keys: list[Any], load: bool) -> None:
+        self.number, self.keys, self.load = number, keys, load
+        self.begun = False
+        #: None: no thread has taken it yet.
+        self.handle: Future[None] | None = None
+
+    def over(self) -> bool:
+        """Return whether its thread has ended: without its call, or in the middle, where there is no memory."""
+        return self.handle is not None and self.handle.done()
 
 
 class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
@@ -147,20 +168,25 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         self._done: list[tuple[JobResult, OffloadingEvent | None, Collection[Any]]] = []
-        self._running = 0
-        self._idle = threading.Condition()
+        self._running: set[_Job] = set()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._threads = Pool(threads, "simm-vllm")
         self._lookups = _Lookups(self, tier_type)
         #: Requests that have not ended, and those of them that began before the last reset. One thread has both.
         self._requests: set[str] = set()
         self._stale: set[str] = set()
+        #: When those that wait are late, monotonic seconds, and which of them have asked in this step.
+        self._late_at: dict[str, float] = {}
+        self._asking: set[str] = set()
         fork.in_child(self._after_fork)
         log.info("SiMM's tier for vLLM: scope %s of %s", self._keyspace.scope, facts)
 
     def _after_fork(self) -> None:
         """Forget the lock's holder and the jobs that run: only the parent has the threads."""
-        self._idle = threading.Condition()
-        self._running = 0
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
+        self._running = set()
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -170,20 +196,29 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Return whether a chunk is stored; RETRY until the step's batch was looked up."""
+        """Return whether a chunk is stored; RETRY until the step's batch was looked up, for a deadline at most."""
         found = self._lookups.lookup(key, req_context)
-        if found is None:
+        if found is not None:
+            return LookupResult.HIT if found else LookupResult.MISS
+        number, now = req_context.req_id, time.monotonic()
+        self._asking.add(number)
+        if now < self._late_at.setdefault(number, now + self._client.deadline_s):
             return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        self._complain("late", "a lookup took longer than %.1f s: a miss", self._client.deadline_s)
+        return LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         """Look up what the step asked for."""
         self._lookups.flush()
+        if self._late_at:  # who asks no more has its answers
+            self._late_at = {number: at for number, at in self._late_at.items() if number in self._asking}
+            self._asking.clear()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request and its lookups."""
         self._requests.discard(req_context.req_id)
         self._stale.discard(req_context.req_id)
+        self._late_at.pop(req_context.req_id, None)
         self._lookups.cleanup(req_context.req_id)
 
     def stored(self, keys: Sequence[Any]) -> list[bool]:
@@ -239,35 +274,55 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         keys, size = list(job.keys), self.block_size_bytes
         spans = [self._span.part(int(row) * size, size) for row in job.chunk_ids]
         load = bool(job.is_promotion)
+        own = _Job(job.job_id, keys, load)
 
         def run() -> None:
             began = time.monotonic()
             good = [False] * len(keys)
+            with self._lock:
+                if own not in self._running:  # taken back
+                    return
+                own.begun = True
             try:
                 good = act(keys, spans)
             except Exception as exc:
                 what = "load" if load else "store"
                 self._complain(what, "%s failed, vLLM goes on without it: %s", what, str(exc), trace=True)
-            self._finish(job.job_id, keys, good, load, time.monotonic() - began)
+            self._finish(own, good, time.monotonic() - began)
 
-        with self._idle:
-            self._running += 1
-        if self._threads.hand_over(run) is None:  # shut down, or no thread can be started
-            self._finish(job.job_id, keys, [False] * len(keys), load, 0.0)
+        try:
+            self._running.add(own)
+            own.handle = self._threads.hand_over(run)
+        except BaseException:  # who has interrupted it expects no result, and drain_jobs waits for those that run
+            with self._lock:
+                if not own.begun:
+                    self._running.discard(own)
+            raise
+        if own.handle is None:  # shut down, or no thread can be started
+            self._finish(own, [False] * len(keys), 0.0)
 
-    def _finish(self, job_id: int, keys: list[Any], good: list[bool], load: bool, seconds: float) -> None:
-        done = [key for key, ok in zip(keys, good) if ok]
-        gone = [key for key, ok in zip(keys, good) if not ok]
+    def _finish(self, job: _Job, good: list[bool], seconds: float) -> None:
+        """Note a job's result, unless it has one."""
+        load = job.load
+        done = [key for key, ok in zip(job.keys, good) if ok]
+        gone = [key for key, ok in zip(job.keys, good) if not ok]
         result = JobResult(
-            job_id, not gone, successful_keys=tuple(done) if load and gone and done else None, transfer_time=seconds,
-            transfer_bytes=len(done) * self.block_size_bytes,
+            job.number, not gone, successful_keys=tuple(done) if load and gone and done else None,
+            transfer_time=seconds, transfer_bytes=len(done) * self.block_size_bytes,
         )  # fmt: skip
         about = gone if load else done
         event = OffloadingEvent(keys=about, medium=self.medium, removed=load, locality=self.locality) if about else None
-        with self._idle:
-            self._done.append((result, event, gone if load else ()))
-            self._running -= 1
-            self._idle.notify_all()
+        with self._lock:
+            if job in self._running:
+                self._done.append((result, event, gone if load else ()))
+                self._running.discard(job)
+            self._changed.notify_all()
+
+    def _finish_left(self) -> None:
+        """Note the failure of jobs whose threads have ended without a result."""
+        for job in list(self._running):
+            if job.over():
+                self._finish(job, [False] * len(job.keys), 0.0)
 
     def _store(self, keys: list[Any], spans: list[Span]) -> list[bool]:
         """Store the chunks that are not stored; return which are now."""
@@ -295,18 +350,23 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the results of jobs that have ended since the last call."""
-        with self._idle:
-            done, self._done = self._done, []
-        for _, event, gone in done:
+        self._finish_left()
+        done = list(self._done)
+        count = len(done)
+        for _, _, gone in done:
             if gone:
                 self._lookups.mark_miss(gone)
-            if event is not None and self._events is not None:
-                self._events.append(event)
-        return [result for result, _, _ in done]
+        results = [result for result, _, _ in done]
+        events = [event for _, event, _ in done if event is not None]
+        # No call from here on: what an interrupt keeps from the caller comes with the next call, and only once.
+        if self._events is not None:
+            self._events += events
+        del self._done[:count]  # threads only append
+        return results
 
     def has_pending_work(self) -> bool:
         """Return whether jobs have not been reported yet."""
-        with self._idle:
+        with self._lock:
             return bool(self._running or self._done)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -316,11 +376,11 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def drain_jobs(self) -> None:
         """Wait for all jobs, and make what is stored unreadable: vLLM resets its caches."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._running)
+        self._changed.wait_for(lambda: all(job.over() for job in self._running), float("inf"))
+        self._finish_left()
         self._stale |= self._requests
         try:
-            if not self._keyspace.flush():
+            if not self._keyspace.flush_until_seen():
                 log.warning("the reset has not reached other engines: %s", NOT_FLUSHED)
         except Exception as exc:
             self._complain("reset", "reset failed: %s", str(exc), trace=True)
@@ -328,6 +388,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def shutdown(self) -> None:
         """End the jobs, close the connection."""
         self._lookups.shutdown()
+        self._keyspace.close()
         self._threads.shutdown(wait=True, cancel_futures=False)
         with self._complain.ending("a registration"):
             self._client.deregister(self._span)

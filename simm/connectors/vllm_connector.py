@@ -21,6 +21,7 @@ were not loaded are named to vLLM, which computes them. Only the constructor rai
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -37,7 +38,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -175,6 +181,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
             raise RuntimeError('SiMM: add "kv_load_failure_policy": "recompute" to --kv-transfer-config: else vLLM '
                                "fails requests whose blocks were evicted")  # fmt: skip
         self._groups, kinds = _groups_of(kv_cache_config)
+        self._kinds = kinds
         parallel = vllm_config.parallel_config
         self._layerwise = _wanted_layerwise(options.get("layerwise", False), len(self._groups), vllm_config)
         self._facts = _facts_of(vllm_config, options)
@@ -199,17 +206,20 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
             self._scheduler = SchedulerSide(
                 self._client, self._keyspace, self._groups, hash_tokens, align, layerwise=self._layerwise,
                 loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, events=_wants_events(vllm_config),
-                tell=self._tell,
+                extras=_extras_of, tell=self._tell,
             )  # fmt: skip
             log.info("SiMM's connector for vLLM: scope %s of %s", self._keyspace.scope, self._facts)
             return
         rank, ranks = get_tp_group().rank_in_group, parallel.tensor_parallel_size
-        self._memory_facts |= {"pp_rank": get_pp_group().rank_in_group, "pp_size": parallel.pipeline_parallel_size}
+        stage, stages = get_pp_group().rank_in_group, parallel.pipeline_parallel_size
+        self._memory_facts |= {"pp_rank": stage, "pp_size": stages}
         if not self._alike:
             self._memory_facts |= {"tp_rank": rank, "tp_size": ranks}
         self._worker = WorkerSide(
             self._client, self._keyspace, self._groups, layerwise=self._layerwise, staging_bytes=staging_bytes,
             share=(rank, ranks) if self._alike else (0, 1),
+            # vLLM waits for the saves of a model that speculates when its draft has run, on the last stage alone.
+            ends=vllm_config.speculative_config is None or stage == stages - 1,
         )  # fmt: skip
 
     @property
@@ -399,7 +409,10 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[Any]:
-        """Return which blocks were stored, and which were found gone, since the last call."""
+        """Return which blocks were stored, and which were found gone, since the last call.
+
+        They say what vLLM's own events do: of a block with an image or a salt its tokens alone would be another block.
+        """
         if self._scheduler is None:
             return []
         stored, gone = self._scheduler.take_events()
@@ -408,7 +421,9 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
                 block_hashes=[maybe_convert_block_hash(each.hash)], token_ids=each.tokens, medium=MEDIUM_STORAGE,
                 parent_block_hash=maybe_convert_block_hash(each.parent) if each.parent is not None else None,
                 block_size=self._groups[each.group].block_tokens, lora_id=each.lora[0] if each.lora else None,
-                lora_name=each.lora[1] if each.lora else None, group_idx=each.group,
+                lora_name=each.lora[1] if each.lora else None, extra_keys=each.extras, group_idx=each.group,
+                kv_cache_spec_kind=self._kinds[each.group],
+                kv_cache_spec_sliding_window=self._groups[each.group].window or None,
             )
             for each in stored
         ]  # fmt: skip
@@ -419,7 +434,11 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         return events
 
     def reset_cache(self) -> bool | None:
-        """Make all that is stored of this model a miss, for all engines of the scope."""
+        """Make all that is stored of this model a miss, for all engines of the scope.
+
+        True also where the store cannot be reached, as vLLM ends its engine otherwise. This engine keeps to the reset,
+        and a thread stores it for the others when the store is back. The log has a line on both.
+        """
         if self._scheduler is None:
             return None
         self._scheduler.reset()
@@ -505,6 +524,16 @@ def _facts_of(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("model"):
         return {"form": _FORM, **facts, "model": options["model"]}
     return {"form": _FORM, **facts, "model": model.model, "revision": model.revision}
+
+
+def _extras_of(request: Any, first: int, end: int) -> list[Any] | None:
+    """Return what vLLM's events say of a block of these tokens beside them: adapter, images, salt, embeddings."""
+    # vLLM looks at each image from a given one on. Those that end before this block are none of it.
+    images = getattr(request, "mm_features", None) or ()
+    passed = bisect_right(images, first, key=lambda each: each.mm_position.offset + each.mm_position.length)
+    keys, _ = generate_block_hash_extra_keys(request, first, end, passed)
+    extras: list[Any] | None = to_event_extra_keys([keys])
+    return extras
 
 
 def _wants_events(vllm_config: Any) -> bool:

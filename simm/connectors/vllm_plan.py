@@ -48,13 +48,20 @@ class Plan:
     """What the workers do in a step.
 
     Blocks to store are given by the generation under which they are. ``failures``: how many failed steps the scheduler
-    knows of, see ``vllm_worker.py``. ``idle``: the step computes nothing.
+    knows of, see ``vllm_worker.py``. ``idle``: the step computes nothing. ``number``: how many plans there were that
+    count, with this one; 0 if nobody has counted.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, list[Block]] = field(default_factory=dict)
     failures: int = 0
     idle: bool = False
+    number: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything is lost if no worker begins this step."""
+        return bool(self.loads) or not self.idle
 
 
 @dataclass
@@ -66,10 +73,12 @@ class Report:
     #: (group, hash) of each block, once for each rank that has stored it.
     stored: list[tuple[int, bytes]] = field(default_factory=list)
     gone: list[tuple[int, bytes]] = field(default_factory=list)
+    #: A step of the model has failed: what is computed after it may be wrong.
+    broken: bool = False
 
     def __bool__(self) -> bool:
         """Return whether there is anything to tell."""
-        return bool(self.failed or self.failures or self.stored or self.gone)
+        return bool(self.failed or self.failures or self.stored or self.gone or self.broken)
 
     def add(self, other: Report) -> Report:
         """Return this report with that of another rank added."""
@@ -77,6 +86,7 @@ class Report:
         self.failures = max(self.failures, other.failures)
         self.stored += other.stored
         self.gone += other.gone
+        self.broken = self.broken or other.broken
         return self
 
 

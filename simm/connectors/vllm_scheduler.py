@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,6 +48,8 @@ class Stored(NamedTuple):
     parent: bytes | None
     tokens: list[int]
     lora: tuple[int, str] | None
+    #: What its hash covers beside its tokens and its parent, as vLLM tells it.
+    extras: list[Any] | None = None
 
 
 class _Found(NamedTuple):
@@ -59,15 +61,27 @@ class _Found(NamedTuple):
     here: Sequence[bool] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Lookup:
     """A question to the store: of which tokens it is, and the answer, how many of them can be had."""
 
     computed: int
     most: int
     resets: int
+    #: When it is late, monotonic seconds.
     until: float
-    answer: Future[_Found]
+    #: Those of the blocks, by group.
+    hashes: Sequence[Sequence[bytes]]
+    answer: _Found | None = None
+    #: What was raised instead of an answer.
+    error: Exception | None = None
+
+
+class _Call:
+    """A call of :meth:`SchedulerSide._look_all`."""
+
+    #: None while it is given to a thread.
+    job: Future[None] | None = None
 
 
 @dataclass
@@ -96,13 +110,14 @@ class SchedulerSide:
         layerwise: requests are run while they load.
         loads, saves: what this engine does with the store.
         events: remember what events need.
+        extras: returns what the hash of a request's block covers beside tokens, for the tokens from one to another.
         tell: is told the generation that is used, at each step, and before whatever is stored or looked for under it.
     """
 
     def __init__(
         self, client: Client, keyspace: Keyspace, groups: Sequence[Group], hash_tokens: int, align: int, *,
         layerwise: bool = False, loads: bool = True, saves: bool = True, events: bool = False,
-        tell: Callable[[str], None] | None = None,
+        extras: Callable[[Any, int, int], list[Any] | None] | None = None, tell: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._keyspace = keyspace
@@ -111,12 +126,17 @@ class SchedulerSide:
         self._align = align
         self._layerwise = layerwise
         self._loads, self._saves = loads, saves
+        self._extras = extras
         self._tell = tell
         self._complain = Complaints(log)
         self._threads = Pool(_THREADS, "simm-vllm-lookup")
         #: Of the ranks' memory, as far as it differs.
         self.identities: list[str] = []
         self._requests: dict[str, _Tracked] = {}
+        #: Lookups that no thread has begun, oldest first. Those that nobody waits for any more are taken out.
+        self._waiting: deque[_Lookup] = deque()
+        #: Calls of :meth:`_look_all` that no thread has begun.
+        self._calls: set[_Call] = set()
         #: Loads of the step that is being scheduled.
         self._due: list[Load] = []
         #: The last generation that was read.
@@ -128,6 +148,8 @@ class SchedulerSide:
         #: A reset has failed: what is stored may be of other weights.
         self._muted = False
         self._failures = 0
+        #: Plans that count. Workers see from their numbers whether one was lost.
+        self._plans = 0
         #: (group, hash): what an event will say, and how many ranks have not stored it yet. Oldest first.
         self._expected: OrderedDict[tuple[int, bytes], list[Any]] | None = OrderedDict() if events else None
         self._stored: list[Stored] = []
@@ -143,8 +165,10 @@ class SchedulerSide:
     def _after_fork(self) -> None:
         """Forget what runs in threads: only the parent has them."""
         self._reading = None
+        self._calls.clear()
+        self._waiting.clear()
         for tracked in self._requests.values():
-            tracked.lookup = None
+            self._drop(tracked)
 
     def _count(self, name: str, number: float = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
@@ -187,11 +211,66 @@ class SchedulerSide:
         if self._tell is not None and generation is not None and self.identities:
             self._tell(generation)
 
-    def _look(self, computed: int, most: int, hashes: Sequence[Sequence[bytes]]) -> _Found:
-        """Return how many tokens can be had, and under which generation. Runs in a thread."""
+    def _ask(self, lookup: _Lookup) -> bool:
+        """Have a thread answer a lookup; return False if none can. Does not wait."""
+        self._waiting.append(lookup)
+        if len(self._calls) >= _THREADS:
+            # A pool ends a job without its call where there is no memory.
+            self._calls -= {call for call in list(self._calls) if call.job is not None and call.job.done()}
+        if len(self._calls) >= _THREADS:  # they are to begin yet, and will come to this one
+            return True
+        call = _Call()
+        try:
+            self._calls.add(call)
+            call.job = self._threads.hand_over(self._look_all, call)
+            if call.job is not None:
+                return True
+        except BaseException:
+            self._calls.discard(call)
+            raise
+        self._calls.discard(call)
+        return not self._take_back(lookup)
+
+    def _take_back(self, lookup: _Lookup) -> bool:
+        """Return whether no thread had begun a lookup; none does then. O(lookups that wait)."""
+        try:
+            self._waiting.remove(lookup)
+        except (ValueError, IndexError):  # IndexError: a thread has taken another one meanwhile
+            return False
+        return True
+
+    def _drop(self, tracked: _Tracked) -> None:
+        """Forget a request's lookup, which nobody waits for any more."""
+        lookup, tracked.lookup = tracked.lookup, None
+        if lookup is not None and lookup.answer is None and lookup.error is None:  # else a thread has taken it
+            self._take_back(lookup)
+
+    def _look_all(self, call: _Call) -> None:
+        """Answer all lookups that wait. Runs in a thread."""
+        self._calls.discard(call)  # before the first look: what comes from now on has a call of its own
+        while True:
+            try:
+                lookup = self._waiting.popleft()
+            except IndexError:
+                return
+            if time.monotonic() < lookup.until:  # else it is a miss already
+                self._answer(lookup)
+
+    def _answer(self, lookup: _Lookup) -> None:
+        try:
+            # None: it is late, which :meth:`_matched` counts.
+            lookup.answer = self._look(lookup)
+        except Exception as exc:
+            lookup.error = exc
+
+    def _look(self, lookup: _Lookup) -> _Found | None:
+        """Return how many tokens can be had, and under which generation; None if it is late. Runs in a thread."""
+        computed, most, hashes = lookup.computed, lookup.most, lookup.hashes
         generation = self._read_generation()
+        if time.monotonic() >= lookup.until:
+            return None
         if generation is None:
-            return _Found(computed, None)
+            return _Found(computed, generation)
         names = [
             name
             for identity in self.identities
@@ -226,24 +305,31 @@ class SchedulerSide:
             return 0, False
         lookup = tracked.lookup
         if lookup is None or (lookup.computed, lookup.most, lookup.resets) != (computed, most, self._resets):
+            self._drop(tracked)
             hashes = [
                 self._hashes(tracked, at)[computed // group.block_tokens : most // group.block_tokens]
                 for at, group in enumerate(self._groups)
             ]
-            answer = self._threads.hand_over(self._look, computed, most, hashes)
-            if answer is None:
+            until = time.monotonic() + self._client.deadline_s
+            lookup = _Lookup(computed, most, self._resets, until, hashes)
+            if not self._ask(lookup):
                 self._complain("lookup", "no lookup: closed, or no thread can be started")
                 return 0, False
-            until = time.monotonic() + self._client.deadline_s
-            lookup = tracked.lookup = _Lookup(computed, most, self._resets, until, answer)
+            tracked.lookup = lookup
             self._count("lookups")
-        if not lookup.answer.done():
+        if (error := lookup.error) is not None:
+            # A miss from now on: an exception that is raised at each step holds more frames each time.
+            lookup.answer, lookup.error = _Found(computed, tracked.generation), None
+            raise error
+        if (found := lookup.answer) is None:
             if time.monotonic() < lookup.until:
                 return None, False
+            self._take_back(lookup)
+            lookup.answer = _Found(computed, tracked.generation)
             self._count("lookups_late")
             self._complain("late", "a lookup took longer than %.1f s: a miss", self._client.deadline_s)
             return 0, False
-        tokens, tracked.generation, tracked.here = lookup.answer.result()
+        tokens, tracked.generation, tracked.here = found
         if tokens <= computed:
             return 0, False
         return tokens - computed, not self._layerwise
@@ -258,7 +344,8 @@ class SchedulerSide:
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Take the blocks into which a request's ``external`` tokens go."""
         tracked = self._track(request)
-        lookup, tracked.lookup = tracked.lookup, None
+        lookup = tracked.lookup
+        self._drop(tracked)
         if external <= 0:
             return
         computed = lookup.computed if lookup is not None else 0
@@ -279,6 +366,8 @@ class SchedulerSide:
     def plan(self, output: Any) -> Plan:
         """Return what the workers do in a step."""
         plan = Plan(self._due, failures=self._failures, idle=not output.num_scheduled_tokens)
+        self._plans += plan.counts
+        plan.number = self._plans
         self._due = []
         self._say(self._generation)
         if not self._saves or not self.identities or self._muted:
@@ -320,6 +409,8 @@ class SchedulerSide:
     def heard(self, report: Report) -> None:
         """Take a report of the workers."""
         self._failures = max(self._failures, report.failures)
+        if report.broken:  # of one rank: the others compute on what it has sent them
+            self._saves = False
         for number in report.failed:
             if number in self._requests:
                 self._requests[number].failed = True
@@ -340,10 +431,17 @@ class SchedulerSide:
             return
         size, hashes, request = self._groups[at].block_tokens, self._hashes(tracked, at), tracked.request
         lora = getattr(request, "lora_request", None)
+        first, end = block * size, (block + 1) * size
+        extras = None
+        try:
+            if self._extras is not None:
+                extras = self._extras(request, first, end)
+        except Exception as exc:  # without them it would be taken for a block of its tokens alone
+            self._complain("events", "a block that is stored is in no event: %s", str(exc), trace=True)
+            return
         told = Stored(
-            at, hashes[block], hashes[block - 1] if block else None,
-            list(request.all_token_ids[block * size : (block + 1) * size]),
-            (int(lora.lora_int_id), str(lora.lora_name)) if lora is not None else None,
+            at, hashes[block], hashes[block - 1] if block else None, list(request.all_token_ids[first:end]),
+            (int(lora.lora_int_id), str(lora.lora_name)) if lora is not None else None, extras,
         )  # fmt: skip
         self._expected[at, hashes[block]] = [told, len(self.identities)]
         while len(self._expected) > _EVENTS_MAX:
@@ -369,6 +467,8 @@ class SchedulerSide:
     def _track(self, request: Any) -> _Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
+            if tracked is not None:
+                self._drop(tracked)
             tracked = self._requests[request.request_id] = _Tracked(request)
         return tracked
 
@@ -378,13 +478,18 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> None:
         """Forget a request."""
-        self._requests.pop(request.request_id, None)
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None:
+            self._drop(tracked)
 
     def reset(self) -> None:
-        """Make what is stored a miss from now on. If that fails, nothing is looked for until a reset that does not."""
+        """Make what is stored a miss from now on. If that fails, nothing is looked for until a reset that does not.
+
+        Where the store did not take it, this engine keeps to it, and a thread stores it when the store can be reached.
+        """
         try:
             self._muted = True
-            if not self._keyspace.flush():
+            if not self._keyspace.flush_until_seen():
                 log.warning("the reset has not reached other engines: %s", NOT_FLUSHED)
             self._muted = False
         except Exception as exc:
@@ -393,11 +498,13 @@ class SchedulerSide:
             self._resets += 1
             self._generation = None
             for tracked in self._requests.values():
-                tracked.lookup = None
+                self._drop(tracked)
         self._read_soon(anew=True)
 
     def close(self) -> None:
         """End the lookups."""
+        self._waiting.clear()
+        self._keyspace.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

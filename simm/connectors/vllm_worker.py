@@ -17,16 +17,21 @@ Failures
 What was not read whole is named to vLLM, which computes it. With ``layerwise`` a step may have computed on blocks whose
 load failed. So nothing of such a step is stored, nor of those behind it, until a plan says that the scheduler knows of
 the failure: the steps from there on are without its consequences.
+
+vLLM ends a step also if the model has raised, or a signal's handler has. It counts the step's tokens as computed all
+the same, and keeps the blocks in its own cache. So nothing of such a step is stored, nor of any step after it. A step
+may also fail before it begins here: plans have numbers, and one that is missing is such a step. What loads have come to
+is told by the next step, as vLLM loses what a step says that raises.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -34,12 +39,13 @@ import numpy as np
 from ..client import Client, NoValue, WrongSize
 from ..host import fork
 from ..host.buffers import Ranges, Span
-from ..host.threads import Pool
+from ..host.threads import Pool, Waiters
 from ..schemes.vllm import connector_keys
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import Keyspace
 from .vllm_plan import Block, Group, Layer, Load, Plan, Report, ValueLayout
+from .vllm_rank.jobs import Copy, Loading, Staged, Store
 
 __all__ = ["WorkerSide"]
 
@@ -54,36 +60,7 @@ STAGING_BYTES: Final = 256 << 20
 _BATCH: Final = 64
 #: An idle step lasts so long, unless a load ends. Seconds.
 IDLE_S: Final = 0.001
-
-
-class _Layers:
-    """The layers of a step that loads are still busy with."""
-
-    def __init__(self, layers: Iterable[str], loads: int) -> None:
-        self._changed = threading.Condition()
-        self._left = dict.fromkeys(layers, loads)
-        #: Layers that the engine has not waited for.
-        self.unseen = set(self._left)
-
-    def done(self, layer: str) -> None:
-        with self._changed:
-            self._left[layer] -= 1
-            self._changed.notify_all()
-
-    def wait(self, layer: str) -> None:
-        """Wait for a layer. Each load ends within its calls' deadlines."""
-        self.unseen.discard(layer)
-        with self._changed:
-            self._changed.wait_for(lambda: self._left.get(layer, 0) <= 0)
-
-
-class _Staged:
-    """A block on its way to the store: its place in the staging memory."""
-
-    __slots__ = ("block", "generation", "row")
-
-    def __init__(self, block: Block, generation: str, row: int) -> None:
-        self.block, self.generation, self.row = block, generation, row
+_FOREVER: Final = float("inf")
 
 
 class WorkerSide:
@@ -95,11 +72,12 @@ class WorkerSide:
         layerwise: see above; with one group only.
         staging_bytes: of the staging memory.
         share: this rank's number and the number of ranks with the same blocks. Each stores a part of them.
+        ends: vLLM calls :meth:`end`. It does not on some ranks, where :meth:`finished` ends a step.
     """
 
     def __init__(
         self, client: Client, keyspace: Keyspace, groups: Sequence[Group], *, layerwise: bool = False,
-        staging_bytes: int = STAGING_BYTES, share: tuple[int, int] = (0, 1),
+        staging_bytes: int = STAGING_BYTES, share: tuple[int, int] = (0, 1), ends: bool = True,
     ) -> None:  # fmt: skip
         self._client = client
         self._keyspace = keyspace
@@ -107,7 +85,13 @@ class WorkerSide:
         self._layerwise = layerwise
         self._staging_bytes = staging_bytes
         self._share = share
+        self._ends = ends
         self._complain = Complaints(log)
+        #: Loads that have not ended, as far as is known, and those that this step waits for.
+        self._loading: list[Loading] = []
+        self._waited: list[Loading] = []
+        #: Loads of the step's plan that are in no list yet.
+        self._due: Sequence[Load] = ()
         self._loaders = Pool(_LOAD_THREADS, "simm-vllm-load")
         self._savers = Pool(_SAVE_THREADS, "simm-vllm-save")
         self._copiers = Pool(_COPY_THREADS, "simm-vllm-copy")
@@ -126,16 +110,25 @@ class WorkerSide:
         self._bad: set[int] = set()
         self._report = Report()
         self._counts: dict[str, float] = {}
-        self._saving = 0
-        self._idle = threading.Condition(self._lock)
+        self._idle = Waiters(self._lock)
+        #: Oldest first. Those that are over are taken out at the next step.
+        self._stores: list[Store] = []
         # Of the step that runs.
         self._idle_step = False
-        self._layers: _Layers | None = None
+        #: Layers that the engine has not waited for; None: no load of this step is waited for.
+        self._unseen: set[str] | None = None
         self._step_failed = False
         self._failures = self._known_failures = 0
-        self._saves: list[_Staged] = []
+        self._saves: list[Staged] = []
         self._copied: set[str] = set()
-        self._copies: list[Future[None]] = []
+        self._copies: list[Copy] = []
+        #: The number of the last step's plan.
+        self._number = 0
+        #: Whether a step has begun and not ended, and what was being handled when the last one began.
+        self._open = False
+        self._handled: BaseException | None = None
+        #: A step has failed: nothing is stored any more.
+        self._broken = False
         fork.in_child(self._after_fork)
 
     def _after_fork(self) -> None:
@@ -144,10 +137,11 @@ class WorkerSide:
         The staging memory is a copy of the parent's. Nothing is stored of a step in which something was under way.
         """
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._step_failed = self._step_failed or self._layers is not None or bool(self._copies)
-        self._layers, self._saves, self._copies = None, [], []
-        self._free, self._saving = list(range(self._rows)), 0
+        self._idle = Waiters(self._lock)
+        self._step_failed = self._step_failed or self._unseen is not None or bool(self._copies)
+        self._unseen, self._saves, self._copies, self._loading, self._waited = None, [], [], [], []
+        self._due = ()
+        self._free, self._stores = list(range(self._rows)), []
 
     def register(self, layers: Mapping[str, Layer], memory: Sequence[Span], identity: str) -> None:
         """Take the engine's memory. Raises UsageError if its blocks cannot be values."""
@@ -174,46 +168,75 @@ class WorkerSide:
 
     def begin(self, plan: Plan) -> None:
         """Begin a step: get ready for its saves."""
+        if self._open or (plan.number and plan.number != self._number + plan.counts):
+            self._break()
+        self._open, self._handled = True, sys.exc_info()[1]
+        self._number = plan.number or self._number
+        if self._due:  # of a step that has failed before them: no thread does them
+            self._note()
+        self._due = plan.loads
         self._known_failures = plan.failures
         self._idle_step = plan.idle
         self._step_failed = False
-        wait(self._copies)
-        self._release(self._saves)  # of a step that has not ended, as the model has failed
-        self._copied, self._copies = set(), []
-        self._saves = self._stage(plan)
+        self._await_copies()
+        self._unstage()  # of a step that has not ended
+        self._copied = set()
+        while self._stores and self._release(self._stores[0]):
+            del self._stores[0]
+        self._stage(plan)
 
     def load(self, plan: Plan) -> None:
         """Begin the step's loads."""
-        if self._layerwise and plan.loads:
-            self._layers = _Layers(self._values[0].layers, len(plan.loads))
-        for load in plan.loads:
-            run = self._load_layers if self._layerwise else self._load
-            if self._loaders.hand_over(run, load, self._layers) is None:  # closed, or no thread can be started
-                self._ended(load, list(load.blocks), time.monotonic())
-                if self._layers is not None:
-                    for layer in self._values[0].layers:
-                        self._layers.done(layer)
+        self._due = plan.loads
+        for loading in self._note():
+            loading.job = self._loaders.hand_over(self._load_layers if self._layerwise else self._load, loading)
+            if loading.job is None:  # closed, or no thread can be started
+                self._end_left()
 
-    def _stage(self, plan: Plan) -> list[_Staged]:
-        """Return places in the staging memory for what this rank stores of a step."""
+    def _note(self) -> list[Loading]:
+        """Note the loads that are due: from here on each of them ends, even if no thread comes to do it."""
+        layers = list(self._values[0].layers) if self._layerwise and self._due else []
+        noted = [Loading(load, layers) for load in self._due]
+        unseen = set(layers) if layers else self._unseen
+        # No call in between: an interrupt loses none.
+        self._loading += noted
+        self._waited = noted
+        self._unseen = unseen
+        self._due = ()
+        return noted
+
+    def _stage(self, plan: Plan) -> None:
+        """Take places in the staging memory for what this rank stores of a step."""
         own, ranks = self._share
-        staged = []
-        missing = 0
-        if not self._values or self._failures != self._known_failures:
-            return []
+        if not self._values or self._failures != self._known_failures or self._broken:
+            return
+        wanted = [
+            (block, generation)
+            for generation, blocks in plan.saves.items()
+            for block in blocks
+            if ranks == 1 or block.hash[-1] % ranks == own
+        ]
         with self._lock:
-            for generation, blocks in plan.saves.items():
-                for block in blocks:
-                    if ranks > 1 and block.hash[-1] % ranks != own:
-                        continue
-                    if self._free:
-                        staged.append(_Staged(block, generation, self._free.pop()))
-                    else:
-                        missing += 1
+            left = max(0, len(self._free) - len(wanted))
+            rows = self._free[left:]
+            staged = [Staged(*each, row) for each, row in zip(wanted, reversed(rows))]
+            missing = len(wanted) - len(staged)
+            # No call in between: an interrupt finds a row in one place.
+            del self._free[left:]
+            self._saves = staged
             self._count("blocks_dropped", missing)
         if missing:
             self._complain("staging", "%d blocks are not stored: the staging memory (staging_mb) is full", missing)
-        return staged
+
+    def _unstage(self) -> None:
+        """Give the step's places back, and forget its copies, which have ended."""
+        rows = [each.row for each in self._saves]
+        with self._lock:
+            # No call in between: see above.
+            self._free += rows
+            self._saves = []
+            self._copies = []
+            self._idle.notify_all()
 
     def _count(self, name: str, number: float = 1) -> None:
         """Count. The lock is held."""
@@ -237,8 +260,12 @@ class WorkerSide:
         parts = [(offset, length, address, self._span(address, length)) for offset, length, address in pieces]
         return Ranges(parts, end, sum(length for _, length, _ in pieces))
 
-    def _load(self, load: Load, _: _Layers | None) -> None:
+    def _load(self, loading: Loading) -> None:
         """Read a request's blocks, all layers at once."""
+        with self._lock:
+            if not loading.begin():
+                return
+        load = loading.load
         bad, gone = list(load.blocks), []
         began = time.monotonic()
         try:
@@ -259,13 +286,14 @@ class WorkerSide:
             self._complain("load", "a load failed, vLLM computes instead: %s", str(exc), trace=True)
             bad = list(load.blocks)
         finally:
-            self._ended(load, bad, began, gone)
+            self._ended(loading, bad, began, gone)
 
-    def _load_layers(self, load: Load, layers: _Layers | None) -> None:
+    def _load_layers(self, loading: Loading) -> None:
         """Read a request's blocks layer by layer, and tell of each."""
-        assert layers is not None
-        value = self._values[0]
-        todo = list(value.layers)
+        with self._lock:
+            if not loading.begin():
+                return
+        load, todo, value = loading.load, loading.todo, self._values[0]
         good: dict[int, Block] = {}
         began = time.monotonic()
         try:
@@ -283,7 +311,9 @@ class WorkerSide:
                         if not good:
                             break
                         if layer != todo[-1]:
-                            layers.done(todo.pop(0))
+                            with self._lock:
+                                del todo[0]
+                                self._idle.notify_all()
                             if time.monotonic() - began > 2 * self._client.deadline_s:
                                 good = {}
                                 break
@@ -295,9 +325,7 @@ class WorkerSide:
             good = {}
         finally:
             # Before the last layer: a step that has all of them knows what failed.
-            self._ended(load, [block for at, block in enumerate(load.blocks) if at not in good], began)
-            for layer in todo:
-                layers.done(layer)
+            self._ended(loading, [block for at, block in enumerate(load.blocks) if at not in good], began)
 
     def _drop(self, wrong: Mapping[bytes, int]) -> None:
         """Delete values of another size than their keys promise, so that this engine's can be stored."""
@@ -305,11 +333,15 @@ class WorkerSide:
             self._complain("size", "%d blocks have another size than their keys promise: dropped", len(wrong))
             self._client.delete_sized(list(wrong), list(wrong.values()))
 
-    def _ended(self, load: Load, bad: list[Block], began: float, gone: Sequence[Block] = ()) -> None:
-        """Note that a load has ended: nothing writes to its blocks any more."""
-        lost = set(bad)
+    def _ended(
+        self, loading: Loading, bad: list[Block], began: float, gone: Sequence[Block] = (), *, left: bool = False
+    ) -> None:
+        """Note that a load has ended: nothing writes to its blocks any more. ``left``: if no thread ends it."""
+        load, lost = loading.load, set(bad)
         size = sum(self._values[block.group].size for block in load.blocks if block not in lost) if self._values else 0
         with self._lock:
+            if loading.over or (left and not loading.left()):
+                return
             self._count("load_seconds", time.monotonic() - began)
             self._count("blocks_loaded", len(load.blocks) - len(bad))
             self._count("bytes_loaded", size)
@@ -319,16 +351,30 @@ class WorkerSide:
                 self._loaded.add(load.request)
                 if bad:
                     self._failed.add(load.request)
-                self._idle.notify_all()
             if bad:
                 self._bad.update(block.number for block in bad)
                 self._report.failed.add(load.request)
                 self._step_failed = self._step_failed or self._layerwise
+            loading.over = True
+            self._idle.notify_all()
+
+    def _end_left(self) -> None:
+        """Note the failure of loads that no thread ends."""
+        with self._lock:
+            left = [each for each in self._loading if each.left()]
+        for each in left:
+            self._ended(each, list(each.load.blocks), time.monotonic(), left=True)
+        self._loading = [each for each in self._loading if not each.over]
 
     def wait_layer(self, name: str) -> None:
-        """Wait until a layer of the step's loads is there."""
-        if self._layers is not None:
-            self._layers.wait(name)
+        """Wait until a layer of the step's loads is there. Each ends within its calls' deadlines."""
+        if self._unseen is not None:
+            self._unseen.discard(name)
+            self._idle.wait_for(
+                lambda: not [each for each in self._waited if name in each.todo and not (each.over or each.left())],
+                _FOREVER,
+            )
+            self._end_left()
 
     # -- saves ------------------------------------------------------------------------------------
 
@@ -337,16 +383,39 @@ class WorkerSide:
         group = self._group_of.get(name)
         if group is None or name in self._copied or not self._saves:
             return
-        self._copied.add(name)
         mine = [each for each in self._saves if each.block.group == group]
         if mine:
-            copy = self._copiers.hand_over(self._copy, name, mine)
-            if copy is not None:
-                self._copies.append(copy)
-            else:  # closed, or no thread can be started
-                self._step_failed = True
+            copy = Copy()
+            self._copies.append(copy)  # an interrupt from here on leaves one that has failed
+            self._copied.add(name)
+            copy.job = self._copiers.hand_over(self._copy_all, copy, name, mine)
 
-    def _copy(self, name: str, staged: Sequence[_Staged]) -> None:
+    def _copy_all(self, copy: Copy, name: str, staged: Sequence[Staged]) -> None:
+        """Copy blocks, and tell of the end. Runs in a thread."""
+        with self._lock:
+            if not copy.begin():
+                return
+        failed = True
+        try:
+            self._copy(name, staged)
+            failed = False
+        finally:
+            with self._lock:
+                copy.failed, copy.over = failed, True
+                self._idle.notify_all()
+
+    def _await_copies(self) -> None:
+        """Wait until no thread copies, or will."""
+
+        def over() -> bool:
+            for each in self._copies:
+                each.over = each.over or each.left()
+            return not [each for each in self._copies if not each.over]
+
+        if self._copies:
+            self._idle.wait_for(over, _FOREVER)
+
+    def _copy(self, name: str, staged: Sequence[Staged]) -> None:
         assert self._staging is not None
         for each in staged:
             row = self._staging.address + each.row * self._row_bytes
@@ -355,47 +424,77 @@ class WorkerSide:
 
     def end(self) -> None:
         """End a step: its loads are done if it waits for them, and its blocks may be overwritten."""
-        if self._layers is not None:
-            unseen = set(self._layers.unseen)
+        if self._raised():
+            self._break()
+        if self._unseen is not None:
+            unseen = set(self._unseen)
             for name in self._values[0].layers if self._values else ():
-                self._layers.wait(name)
-            self._layers = None
-            if unseen:
+                self.wait_layer(name)
+            self._unseen, self._waited = None, []
+            if unseen and not self._broken:
                 self._step_failed = True
                 self._complain("layers", "vLLM ran without waiting for the layers %s: nothing of this step is stored",
                                sorted(unseen)[:3])  # fmt: skip
-        for group in {each.block.group for each in self._saves}:
+        for group in {each.block.group for each in self._saves} if not self._broken else ():
             for name in self._groups[group].layers:  # those that vLLM does not name
                 self.save_layer(name)
-        saves, self._saves = self._saves, []
-        wait(self._copies)
-        failed = self._step_failed or any(each.exception() is not None for each in self._copies)
-        self._copies = []
+        self._await_copies()
+        failed = self._broken or self._step_failed or any(each.failed for each in self._copies)
         if self._step_failed:
             self._failures += 1
             with self._lock:
                 self._report.failures = self._failures
+        self._open = False  # not before: the failure of a step whose end is interrupted is not counted
         if failed:
-            self._release(saves)
+            self._unstage()
             return
-        for at in range(0, len(saves), _BATCH):
-            batch = saves[at : at + _BATCH]
-            with self._lock:
-                self._saving += 1
-            if self._savers.hand_over(self._save, batch) is None:
-                self._complain("put", "%d blocks were not stored: closed, or no thread can be started", len(batch))
+        stores = [Store(self._saves[at : at + _BATCH]) for at in range(0, len(self._saves), _BATCH)]
+        # No call in between: see _stage.
+        self._stores += stores
+        self._saves = []
+        self._copies = []
+        for store in stores:
+            store.job = self._savers.hand_over(self._save, store)
+            if store.job is None:
+                count = len(store.staged)
+                self._complain("put", "%d blocks were not stored: closed, or no thread can be started", count)
                 with self._lock:
-                    self._count("blocks_not_stored", len(batch))
-                self._release(batch, 1)
+                    self._count("blocks_not_stored", count)
+                self._release(store)
 
-    def _release(self, staged: Sequence[_Staged], ended: int = 0) -> None:
+    def _raised(self) -> bool:
+        """Return whether the step has raised, and vLLM calls in a ``finally``.
+
+        What its callers have been handling since the step began says nothing of it.
+        """
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._handled
+
+    def _break(self) -> None:
+        """Store nothing any more: what is computed from now on may be on blocks that were not."""
+        if not self._broken:
+            self._broken = True
+            with self._lock:
+                self._report.broken = True
+            self._complain("broken", "a step of the model has failed: this engine stores nothing until it is restarted")
+
+    def _release(self, store: Store, *, ended: bool = False) -> bool:
+        """Give a store's places back if it has ``ended``, or no thread ends it; return whether it is over."""
+        rows = [each.row for each in store.staged]
         with self._lock:
-            self._free += [each.row for each in staged]
-            self._saving -= ended
-            self._idle.notify_all()
+            if (ended and not store.over) or store.left():
+                # No call in between: see _stage.
+                self._free += rows
+                store.over = True
+                self._idle.notify_all()
+            return store.over
 
-    def _save(self, staged: Sequence[_Staged]) -> None:
+    def _save(self, store: Store) -> None:
         """Store what was staged. Runs in a thread."""
+        with self._lock:
+            if not store.begin():
+                return
+        staged = store.staged
         began = time.monotonic()
         try:
             assert self._staging is not None
@@ -420,7 +519,7 @@ class WorkerSide:
             with self._lock:
                 self._count("blocks_not_stored", len(staged))
         finally:
-            self._release(staged, 1)
+            self._release(store, ended=True)
 
     # -- what vLLM asks -----------------------------------------------------------------------------
 
@@ -429,10 +528,18 @@ class WorkerSide:
 
         An idle step waits for one, ``IDLE_S`` at most. An engine whose core is in its caller's process else makes the
         next step at once, and so keeps the interpreter from the threads that look up and load.
+
+        A step that has raised is told nothing, here and below: vLLM loses it.
         """
+        if self._open and not self._ends:
+            self.end()
+        if self._raised():
+            return set(), set()
+        if self._loading:
+            self._end_left()
+        if self._idle_step:
+            self._idle.wait_for(lambda: bool(self._loaded), time.monotonic() + IDLE_S)
         with self._lock:
-            if self._idle_step:
-                self._idle.wait_for(lambda: self._loaded, IDLE_S)
             loaded, self._loaded = self._loaded, set()
             failed = self._failed & loaded
             self._failed -= failed
@@ -440,26 +547,32 @@ class WorkerSide:
 
     def bad_blocks(self) -> set[int]:
         """Return the blocks that were not loaded, since the last call."""
+        if self._raised():
+            return set()
         with self._lock:
             bad, self._bad = self._bad, set()
         return bad
 
     def take_report(self) -> Report | None:
         """Return what the scheduler is to know, None for nothing."""
+        if self._raised():
+            return None
         with self._lock:
             report, self._report = self._report, Report()
         return report or None
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
+        if self._raised():
+            return {}
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts
 
     def wait_saved(self, timeout_s: float) -> bool:
         """Wait until all that was to be stored is, or has failed; return whether it is so."""
-        with self._lock:
-            return self._idle.wait_for(lambda: self._saving == 0, timeout_s)
+        until = time.monotonic() + timeout_s
+        return self._idle.wait_for(lambda: all(each.over or each.left() for each in self._stores), until)
 
     def close(self) -> None:
         """End the threads: loads and saves that run have ended then."""

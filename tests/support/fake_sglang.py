@@ -90,6 +90,8 @@ class Served:
     kv_cache_dtype: str = "auto"
     weight_version: str = "default"
     speculative_algorithm: str | None = None
+    #: What SGLang has made of settings that it decides by itself.
+    features: types.SimpleNamespace = field(default_factory=types.SimpleNamespace)
 
 
 class _Tensor:
@@ -170,6 +172,7 @@ def install(served: Served | None) -> Iterator[Any]:
         return served
 
     context.get_serving = context.get_server_args = published  # type: ignore[attr-defined]
+    context.get_exec = published  # type: ignore[attr-defined]
     names = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
     modules = {name: types.ModuleType(name) for name in names}
     modules["sglang.srt"].runtime_context = context  # type: ignore[attr-defined]

@@ -67,7 +67,25 @@ class Event:
     block_size: int | None = None
     lora_id: int | None = None
     lora_name: str | None = None
+    extra_keys: list[Any] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+def extra_keys(request: Any, first: int, end: int, start_of_media: int) -> tuple[tuple[Any, ...] | None, int]:
+    """``generate_block_hash_extra_keys``, of salts and images. A request is one of vLLM's, with all its fields."""
+    ends = [each.mm_position.offset + each.mm_position.length for each in request.mm_features]
+    assert start_of_media == len([each for each in ends if each <= first]), "it looks at these for each block"
+    left = [(each.identifier, each.mm_position.offset) for each in request.mm_features[start_of_media:]]
+    keys = [("mm", name, at - first) for name, at in left if at < end]
+    keys += [("cache_salt", request.cache_salt)] if request.cache_salt and not first else []
+    return tuple(keys) or None, 0
+
+
+def untagged(blocks: Any) -> list[Any] | None:
+    """``to_event_extra_keys``."""
+    return [keys and tuple(key[1:] if key[0] == "mm" else key[1] for key in keys) for keys in blocks] or None
 
 
 class Tensor:
@@ -189,6 +207,7 @@ def install(world: World) -> Iterator[Any]:
             "get_tp_group": lambda: SimpleNamespace(rank_in_group=world.rank),
         },
         "vllm.v1.core.kv_cache_utils": {
+            "generate_block_hash_extra_keys": extra_keys, "to_event_extra_keys": untagged,
             "get_none_hash_seed": lambda: "seed of the process",
             "maybe_convert_block_hash": lambda block: int.from_bytes(block[-8:], "big"),
             "resolve_kv_cache_block_sizes": lambda cache, config: (world.tokens, world.tokens),

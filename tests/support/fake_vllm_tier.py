@@ -9,7 +9,7 @@ import enum
 import types
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -85,27 +85,54 @@ class Base:
         self.block_size_bytes = BYTES
 
 
+@dataclass
+class Probe:
+    """``LookupState``: what is known of a key, for all requests that have asked."""
+
+    found: bool | None = None
+    requests: set[str] = field(default_factory=set)
+
+
 class Lookups:
-    """``AsyncLookupManager``, which looks up at once."""
+    """``AsyncLookupManager`` without a thread: it looks up at the end of a step, or while it is ``held`` when told."""
 
     def __init__(self, tier_type: str) -> None:
-        """Nothing is running."""
+        self.probes: dict[Any, Probe] = {}
+        self.asked: list[tuple[Any, Any, Probe]] = []
+        self.held = False
 
     def batch_lookup(self, keys: list[Any], context: Any) -> Any:
         raise NotImplementedError
 
     def lookup(self, key: Any, context: Any) -> bool | None:
-        (found,) = self.batch_lookup([key], context)
-        return bool(found)
+        if key not in self.probes:
+            self.probes[key] = Probe()
+            self.asked.append((key, context, self.probes[key]))
+        self.probes[key].requests.add(context.req_id)
+        return self.probes[key].found
 
     def flush(self) -> None:
-        """Nothing waits."""
+        if not self.held:
+            self.answer()
+
+    def answer(self) -> None:
+        """Look up what was asked, each key for whoever was the first."""
+        asked, self.asked = self.asked, []
+        for key, context, probe in asked:
+            (probe.found,) = self.batch_lookup([key], context)
+            if not probe.requests:
+                del self.probes[key]
 
     def cleanup(self, number: str) -> None:
-        """Nothing is kept."""
+        for key, probe in list(self.probes.items()):
+            probe.requests.discard(number)
+            if not probe.requests and probe.found is not None:
+                del self.probes[key]
 
     def mark_miss(self, keys: Any) -> None:
-        """Nothing is kept."""
+        for key in keys:
+            if key in self.probes:
+                self.probes[key].found = False
 
     def shutdown(self) -> None:
         """Nothing is running."""

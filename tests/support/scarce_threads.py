@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from tests.support.waiting import WAIT_S
 
@@ -28,6 +28,20 @@ def no_threads(names: str = "", error: type[Exception] = RuntimeError) -> Iterat
         yield
     finally:
         threading.Thread.start = real  # type: ignore[method-assign]
+
+
+def lose_jobs(pool: Any, count: int) -> None:
+    """Let a pool's next jobs end without their calls, as they do where there is no memory."""
+    left = [None] * count
+
+    class Lost(pool._new_job):  # type: ignore[name-defined, misc]
+        def set_running_or_notify_cancel(self) -> bool:
+            if left:
+                left.pop()
+                raise MemoryError
+            return bool(super().set_running_or_notify_cancel())
+
+    pool._new_job = Lost
 
 
 class Gate:

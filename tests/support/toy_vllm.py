@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(
         self, client: Any, groups: tuple[Group, ...] = (FULL,), *, layerwise: bool = False, identity: str = "rank",
-        staging_bytes: int = 1 << 16, events: bool = False, share: tuple[int, int] = (0, 1),
+        staging_bytes: int = 1 << 16, events: bool = False, share: tuple[int, int] = (0, 1), ends: bool = True,
     ) -> None:  # fmt: skip
         self.groups = groups
         self.align = max(each.block_tokens for each in groups)
@@ -47,8 +47,9 @@ class Engine:
             events=events,
         )  # fmt: skip
         self.worker = WorkerSide(
-            client, Keyspace(client, "toy"), groups, layerwise=layerwise, staging_bytes=staging_bytes, share=share
-        )
+            client, Keyspace(client, "toy"), groups, layerwise=layerwise, staging_bytes=staging_bytes, share=share,
+            ends=ends,
+        )  # fmt: skip
         self.memory: dict[str, Any] = {}
         spans = []
         layers = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -11,11 +12,55 @@ from ...errors import UsageError
 from ...schemes import vllm
 from ...schemes.scheme import Scheme
 from . import of_vllm
+from .callers import caller
 from .registrar import all_of, under_names
 
 #: LMCache's names for vLLM's algorithms.
 _ALGORITHMS: Final = {"sha256": "sha256", "sha256_cbor": "sha256_cbor", "sha256_cbor_64bit": "sha256_cbor"}
 _BEGIN: Final = "it is not known how LMCache's hashes begin"
+#: LMCache's part in an engine of vLLM: where the class is, which vLLM has a copy of, and its name.
+_IN_VLLM: Final = (
+    ("lmcache.integration.vllm", "LMCacheConnectorV1Impl"), ("vllm.distributed.kv_transfer", "LMCacheConnectorV1Impl"),
+)
+#: What engines in this process were found to be, by the metadata that LMCache gives each new connection of one.
+_REMEMBERED: Final[dict[int, tuple[weakref.ref[Any], str]]] = {}
+#: Where vLLM keeps a worker's connector.
+_WORKERS: Final = "vllm.distributed.kv_transfer.kv_transfer_state"
+
+
+def vllm_config() -> Any:
+    """Return the configuration of the engine of vLLM that LMCache is in, None where that is not known. Never raises.
+
+    LMCache tells its storage only a part of it. It is that of whoever calls, or of this worker, as LMCache connects
+    anew in threads of its own.
+    """
+    for module, name in _IN_VLLM:
+        part = caller(module, name)
+        config = getattr(part() if part is not None else None, "_vllm_config", None)
+        if config is not None:
+            return config
+    worker = getattr(sys.modules.get(_WORKERS), "_KV_CONNECTOR_AGENT", None)
+    return getattr(worker, "_vllm_config", None)
+
+
+def remembered(metadata: Any, find: Callable[[], str]) -> str:
+    """Return what ``find`` has returned for this engine the first time, or call it. Raises what it raises.
+
+    LMCache connects anew in threads of its own, where a scheduler's configuration cannot be found. The worker's, which
+    vLLM changes while it loads a model, may be another one by then. Two sides of one engine must not differ.
+    """
+    for key, (made, _) in list(_REMEMBERED.items()):
+        if made() is None:
+            _REMEMBERED.pop(key, None)
+    known = _REMEMBERED.get(id(metadata))
+    if known is not None and known[0]() is metadata:
+        return known[1]
+    found = find()
+    try:
+        _REMEMBERED[id(metadata)] = weakref.ref(metadata), found
+    except TypeError:  # another LMCache's, which nobody can refer to so: it is looked for each time
+        pass
+    return found
 
 
 def engine_schemes(config: Any, metadata: Any, dtypes: Mapping[Any, str], more: Mapping[str, str]) -> list[Scheme]:

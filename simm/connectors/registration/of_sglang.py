@@ -17,14 +17,15 @@ _TOLD: Final = (
 )  # fmt: skip
 
 
-def paging_of(*, mamba: bool = False) -> dict[str, bool]:
+def paging_of() -> dict[str, bool]:
     """Return the options of a registration that say what a page's hash covers, as the engine was started here.
 
-    SGLang decides it so: pairs of neighbouring tokens with EAGLE, unless the model has ``mamba`` layers.
+    SGLang decides it so: pairs of neighbouring tokens with EAGLE, unless the model has Mamba's layers. The caller
+    registers nothing of such a model.
 
     Raises UsageError where it cannot be told.
     """
-    return {"bigram": True} if _of_pairs(_algorithm()) and not mamba else {}
+    return {"bigram": True} if _of_pairs(_algorithm()) else {}
 
 
 def _algorithm() -> Any:

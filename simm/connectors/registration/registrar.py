@@ -19,6 +19,8 @@ from typing import Any, Final
 from ...client import Client, source_of
 from ...host import fork
 from ...host.processes import process_start
+from ...host.threads import Wake, ended_within, lives
+from ...net.allowance import tries_within
 from ...schemes import registry
 from ...schemes.scheme import Scheme
 from ...wire.status import Status
@@ -130,7 +132,9 @@ class Registrar:
         #: The epoch, and what returns the schemes.
         self._wanted: tuple[int, Callable[[], Iterable[Scheme]]] = 0, tuple
         self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._closed = False
+        #: Set when it is closed.
+        self._end = Wake()
         #: What the log says of the last failure.
         self._said = ""
         fork.in_child(self._after_fork)
@@ -138,9 +142,6 @@ class Registrar:
     def _after_fork(self) -> None:
         """Go on without the thread, and without the locks that it, or another one, may hold."""
         self._lock = threading.Lock()
-        ending, self._ending = self._ending.is_set(), threading.Event()
-        if ending:
-            self._ending.set()
         self._thread = None
 
     def tell(self, of: Hashable, make: Callable[[], Iterable[Scheme]]) -> None:
@@ -152,17 +153,22 @@ class Registrar:
         """
         try:
             epoch = self._client._epoch.epoch
-            if (self._of == (of, epoch) and time.monotonic() < self._due) or self._ending.is_set():
+            if (self._of == (of, epoch) and time.monotonic() < self._due) or self._closed:
                 return
-            if not self._lock.acquire(blocking=False):
+            (got,) = tries_within(self._lock, 0.0)
+            if not got:
                 return  # the next call comes here again
             try:
                 self._of, self._due = (of, epoch), time.monotonic() + REGISTER_S
                 self._wanted = epoch, make
-                if self._thread is None or not self._thread.is_alive():
-                    thread = threading.Thread(target=self._run, name="simm-scheme", daemon=True)
-                    thread.start()
-                    self._thread = thread  # it ends under the lock
+                if self._thread is None or not lives(self._thread):
+                    # It is noted before it is started: it may run after an interrupt, and ends under the lock.
+                    self._thread = threading.Thread(target=self._run, name="simm-scheme", daemon=True)
+                    try:
+                        self._thread.start()
+                    except Exception:
+                        self._thread = None
+                        raise
             finally:
                 self._lock.release()
         except Exception as exc:
@@ -173,11 +179,14 @@ class Registrar:
         while True:
             wanted = self._wanted
             again_s = self._attempt(*wanted)
-            if again_s and time.monotonic() < self._due and not self._ending.wait(again_s):
-                continue
+            if again_s and time.monotonic() < self._due and not self._closed:
+                self._end.wait(again_s)
+                if not self._closed:
+                    continue
             with self._lock:
                 if self._wanted is wanted:
-                    self._thread = None
+                    if self._thread is threading.current_thread():  # else it was started again after an interrupt
+                        self._thread = None
                     return
 
     def _attempt(self, epoch: int, make: Callable[[], Iterable[Scheme]]) -> float:
@@ -217,24 +226,24 @@ class Registrar:
 
     def _failed(self, why: str) -> None:
         """Log a failure, once until there is another one, or none."""
-        if why != self._said and not self._ending.is_set():
+        if why != self._said and not self._closed:
             self._said = why
             self._complain("scheme", "the scheme of the keys is not registered, routers do not know it: %s", why)
 
     def settled(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; return whether it is so."""
-        held = self._lock.acquire(timeout=timeout_s)  # while a thread is being started
+        (got,) = tries_within(self._lock, timeout_s)  # while a thread is being started
         thread = self._thread
-        if held:
+        if got:
             self._lock.release()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
-            return not thread.is_alive()
+            return ended_within(thread, timeout_s)
         return True
 
     def close(self) -> None:
         """Try nothing any more, and wait for what is under way: for two deadlines of the client at the most."""
-        self._ending.set()
+        self._closed = True
+        self._end.set()
         self.settled(2 * self._client.deadline_s)
 
 

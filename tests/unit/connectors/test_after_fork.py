@@ -10,7 +10,6 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from simm.connectors.mooncake import MooncakeDistributedStore
 from simm.connectors.mooncake_sessions import Sessions
 from simm.connectors.registration.registrar import Registrar
 from simm.connectors.vllm_plan import Block, Load, Plan
+from simm.connectors.vllm_rank.jobs import Copy, Store
 from simm.testing import FakeClient
 from tests.support import fake_lmcache, fake_vllm_tier
 from tests.support.client_values import forked
@@ -70,11 +70,6 @@ def ended(sessions: Sessions) -> bool:
 def told(registrar: Registrar) -> bool:
     registrar.tell("of the child", tuple)
     return registrar._of == ("of the child", 0)
-
-
-def closed(registrar: Registrar) -> bool:
-    registrar.close()
-    return registrar._ending.is_set()
 
 
 def adapter_of(client: FakeClient) -> Any:
@@ -135,9 +130,8 @@ CASES: dict[str, Case] = {
     "sessions": Case(lambda client: Sessions(plain(client)), lock_of, ended),
     "weights": Case(lambda _: WeightVersions(lambda: "1"), lock_of, lambda made: made.of_caller() == "1"),
     "registrar": Case(lambda client: Registrar(client, plain(client)), lock_of, told),
-    "end": Case(lambda client: Registrar(client, plain(client)), lambda made: made._ending._cond, closed),
     "adapter": Case(adapter_of, lock_of, stored),
-    "tier": Case(tier_of, lambda made: made._idle, offloaded),
+    "tier": Case(tier_of, lock_of, offloaded),
     "rank": Case(engine_of, lambda made: made.worker._lock, ran),
     "lookups": Case(engine_of, lambda made: made.scheduler._threads._lock, looked_up),
 }
@@ -214,9 +208,8 @@ def test_a_rank_in_a_child_forgets_the_step_of_its_parent() -> None:
         gate = client.store.latency = Gate("simm-vllm-load")
         worker.load(Plan([Load("r", "0" * 16, [Block(0, 2, bytes(32))])]))
         assert gate.reached()
-        copying = Future[None]()
-        worker._copies.append(copying)
-        worker._saving += 1
+        worker._copies.append(Copy())
+        worker._stores.append(Store([]))
 
         def in_child() -> bool:
             worker.end()
@@ -226,7 +219,6 @@ def test_a_rank_in_a_child_forgets_the_step_of_its_parent() -> None:
         try:
             assert forked(in_child) == 0
         finally:
-            copying.set_result(None)
             gate.open()
 
 
@@ -278,7 +270,7 @@ def test_a_child_keeps_what_a_registrar_was_told_of_its_end() -> None:
     with FakeClient() as client:
         registrar = Registrar(client, plain(client))
         registrar.close()
-        assert forked(registrar._ending.is_set) == 0
+        assert forked(lambda: registrar._closed) == 0
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

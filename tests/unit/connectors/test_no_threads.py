@@ -10,7 +10,6 @@ import select
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +22,10 @@ from simm.connectors.vllm_scheduler import SchedulerSide
 from simm.host.threads import Pool
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_lmcache, fake_vllm_tier
+from tests.support.ended import ended
 from tests.support.fake_lmcache import ObjectKey
 from tests.support.fake_vllm_tier import Context, Job, Key
-from tests.support.scarce_threads import ERRORS, Gate, no_threads
+from tests.support.scarce_threads import ERRORS, Gate, lose_jobs, no_threads
 from tests.support.toy_vllm import FULL, Engine
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -90,7 +90,7 @@ def test_blocks_whose_save_has_no_thread_are_not_stored_from_rows_of_others(work
     worker.begin(3)
     for name in FULL.layers:
         worker.side.save_layer(name)
-    wait(worker.side._copies)
+    worker.side._await_copies()
     gate.open()
     last = worker.side._savers.hand_over(int)
     assert last is not None and last.result(WAIT_S) == 0, "it comes after what is queued"
@@ -121,6 +121,42 @@ def test_blocks_whose_copy_has_no_thread_are_not_stored(worker: Worker, store: F
     worker.side.end()
     worker.side.close()
     assert FULL.layers[1] not in copied
+    assert worker.stored(1) == [False] and sorted(worker.side._free) == worker.rows
+
+
+def test_issue_a_copy_whose_thread_has_no_memory_holds_up_no_step(worker: Worker) -> None:
+    lose_jobs(worker.side._copiers, 1)
+    worker.begin(1)
+    for name in FULL.layers:
+        worker.side.save_layer(name)
+    assert ended(worker.side.end), "it hangs"
+    worker.side.close()
+    assert worker.stored(1) == [False] and sorted(worker.side._free) == worker.rows
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_issue_a_load_whose_thread_has_no_memory_has_failed(store: FakeStore, layerwise: bool) -> None:
+    worker = Worker(store, layerwise=layerwise)
+    try:
+        lose_jobs(worker.side._loaders, 1)
+        worker.side.begin(Plan())
+        worker.side.load(Plan([Load("r", GENERATION, [block(1)])]))
+        for name in FULL.layers:
+            assert ended(lambda name=name: worker.side.wait_layer(name)), "it hangs"
+        assert ended(worker.side.end)
+        if not layerwise:
+            wait_until(lambda: worker.side.finished() == ({"r"}, {"r"}), "it is not told")
+        assert worker.side.bad_blocks() == {1}
+    finally:
+        worker.engine.close()
+
+
+def test_issue_a_save_whose_thread_has_no_memory_costs_no_rows(worker: Worker) -> None:
+    lose_jobs(worker.side._savers, 1)
+    worker.begin(1)
+    worker.side.end()
+    assert worker.side.wait_saved(WAIT_S)
+    worker.begin()
     assert worker.stored(1) == [False] and sorted(worker.side._free) == worker.rows
 
 
@@ -262,8 +298,39 @@ def test_a_generation_that_cannot_be_read_is_not_read_at_each_step(
     for _ in range(5):
         assert not producer.saves()
         reading = producer.side._reading
-        assert reading is not None and reading.result(WAIT_S) is None
+        assert reading is not None
+        wait_until(reading.done, "it is not read")
     assert asked == [None]
+
+
+def test_issue_lookups_whose_threads_have_no_memory_make_no_other_late(store: FakeStore) -> None:
+    client = FakeClient(store=store, deadline_s=WAIT_S)
+    side = SchedulerSide(client, Keyspace(client, "toy"), [FULL], FULL.block_tokens, FULL.block_tokens)
+    side.identities = ["rank"]
+    assert side._keyspace.generation()
+
+    def found(number: str) -> tuple[int | None, bool]:
+        return side.matched(SimpleNamespace(request_id=number, num_tokens=9, block_hashes=[bytes(32)] * 2), 0)
+
+    try:
+        lose_jobs(side._threads, 2)
+        assert found("first") == found("second") == (None, False)
+        wait_until(lambda: all(call.job is not None and call.job.done() for call in side._calls), "they end")
+        assert len(side._calls) == 2, "the control"
+        last = SimpleNamespace(request_id="last", num_tokens=9, block_hashes=[bytes(32)] * 2)
+        wait_until(lambda: side.matched(last, 0) == (0, False), "it is answered")
+        assert "lookups_late" not in side.counts
+    finally:
+        side.close()
+
+
+def test_issue_a_generation_whose_reader_has_no_memory_is_read_again(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_scheduler, "_READ_AGAIN_S", 0.0)
+    lose_jobs(producer.side._threads, 1)
+    producer.side.use(["rank"])
+    wait_until(producer.saves, "nothing is stored")
 
 
 # -- vLLM's tier -------------------------------------------------------------------------------------------------
@@ -292,6 +359,29 @@ def test_a_job_of_the_tier_without_a_thread_has_one_result(store: FakeStore, loa
         assert not tier.has_pending_work() and not tier._running
         assert tier.stored(keys) == [True, False] and (rows[1] == 0xEE).all()
         tier.drain_jobs()
+        tier.shutdown()
+
+
+@pytest.mark.parametrize("how", ["lost", "without a result"])
+def test_issue_a_job_of_the_tier_whose_thread_has_no_memory_has_failed(store: FakeStore, how: str) -> None:
+    """A reset, which waits for all jobs, hung."""
+    rows = fake_vllm_tier.memory()
+    with fake_vllm_tier.install() as module, FakeClient(store=store) as client:
+        tier = module.SimmTier(fake_vllm_tier.spec(), memoryview(rows), "SimmTier", client=client, threads=1)
+        finish = tier._finish
+
+        def lacking(*arguments: Any) -> None:
+            tier._finish = finish
+            raise MemoryError
+
+        if how == "lost":
+            lose_jobs(tier._threads, 1)
+        else:
+            tier._finish = lacking
+        tier.submit_store(Job(1, [Key(bytes(32))], [0], False, Context("r")))
+        assert ended(tier.drain_jobs), "it hangs"
+        assert [(each.job_id, each.success) for each in tier.get_finished_jobs()] == [(1, False)]
+        assert not tier.has_pending_work()
         tier.shutdown()
 
 
@@ -329,6 +419,58 @@ def test_a_task_of_the_server_without_a_thread_ends_once(store: FakeStore, what:
         assert adapter.report_status()["locked"] == 0
         assert task not in adapter.pop_completed_store_tasks()
         assert not adapter._found and not adapter._loaded
+        adapter.close()
+
+
+@pytest.mark.parametrize("how", ["no memory", "cancelled"])
+@pytest.mark.parametrize("what", ["store", "load", "lookup"])
+def test_issue_a_task_of_the_server_whose_job_ends_without_its_call_has_a_result(
+    store: FakeStore, what: str, how: str
+) -> None:
+    """It had none, and LMCache waited for it."""
+    key, room = ObjectKey(b"first"), fake_lmcache.object_of(b"2" * 64)
+    with fake_lmcache.server() as module, FakeClient(store=store) as client:
+        adapter = module.SimmL2Adapter({"threads": 1}, client=client)
+        if how == "cancelled":
+            store.latency = gate = Gate("simm-lmcache")
+            adapter.submit_lookup_and_lock_task([ObjectKey(b"second")], {})
+            assert gate.reached()
+        else:
+            lose_jobs(adapter._threads, 1)
+        if what == "store":
+            task, descriptor = adapter.submit_store_task([key], [room]), adapter.get_store_event_fd()
+        elif what == "load":
+            task, descriptor = adapter.submit_load_task([key], [room]), adapter.get_load_event_fd()
+        else:
+            task = adapter.submit_lookup_and_lock_task([key], {})
+            descriptor = adapter.get_lookup_and_lock_event_fd()
+        if how == "cancelled":
+            adapter._threads.shutdown(wait=False, cancel_futures=True)
+            gate.open()
+        assert select.select([descriptor], [], [], WAIT_S)[0] == [descriptor]
+        adapter._threads.shutdown(wait=True)
+        if what == "store":
+            assert adapter.pop_completed_store_tasks() == {task: -1}
+        else:
+            query = adapter.query_load_result if what == "load" else adapter.query_lookup_and_lock_result
+            assert query(task).places() == [] and query(task) is None
+        adapter.close()
+
+
+def test_issue_a_lock_whose_job_ends_without_its_call_is_released(store: FakeStore) -> None:
+    """Its values stayed pinned."""
+    key = ObjectKey(b"first")
+    with fake_lmcache.server() as module, FakeClient(store=store) as client:
+        adapter = module.SimmL2Adapter({"threads": 2}, client=client)
+        (name,) = adapter._names([key])
+        assert client.put(name, b"value")
+        held = module._Held(client.pin([name]))
+        held.users = 1
+        adapter._locked[name] = deque([(held, 0)])
+        lose_jobs(adapter._threads, 1)
+        adapter.submit_unlock([key])
+        adapter._threads.shutdown(wait=True)
+        assert "released" in repr(held.pins)
         adapter.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from simm.connectors.complaints import Complaints
-from simm.connectors.registration import of_lmcache, of_mooncake, of_sglang, of_vllm, registrar
+from simm.connectors.registration import of_lmcache, of_mooncake, of_vllm, registrar
 from simm.connectors.registration.callers import caller, local_values
 from simm.connectors.registration.registrar import NotYet, Registrar, under_names
 from simm.errors import UsageError
@@ -333,7 +333,6 @@ def test_pages_of_sglang_are_of_pairs_with_eagle(
         monkeypatch.setitem(sys.modules, kinds.__name__, kinds)
     (scheme,) = backend.user(SCOPE)
     assert scheme.options.get("bigram", False) is (pairs is not False)
-    assert of_sglang.paging_of(mamba=True) == {}, "SGLang has no pairs where there are Mamba layers"
 
 
 def test_what_sglang_does_not_tell_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +72,7 @@ def engines() -> Iterator[Engines]:
         *({"more": {"lora_config": {name: "other"}}} for name in vllm_facts.ADAPTERS),
         {"more": {"model_config": {"original_max_model_len": -1}}},
         {"more": {"load_config": {"load_format": "dummy"}}},
+        {"more": {"load_config": {"model_loader_extra_config": {"tensorizer_uri": "s3://other"}}}},
         {"more": {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}}},
     ],
     ids=str,
@@ -102,6 +105,66 @@ def test_a_length_that_fits_the_memory_is_the_same_at_each_start(engines: Engine
 
 def test_engines_that_load_the_same_weights_in_another_way_share(engines: Engines) -> None:
     assert engines.identity() == engines.identity(more={"load_config": {"load_format": "runai_streamer"}})
+
+
+@pytest.mark.parametrize("speed", [
+    {"num_threads": 4, "enable_multithread_load": True}, {},
+    {"concurrency": 4, "memory_limit": 1 << 30, "distributed": True}, {"tensorizer_config": {"num_readers": 4}},
+    {"mode": "copy", "fallback": False, "connect_timeout_s": 1.0},
+    {"tensorizer_config": {
+        "s3_access_key_id": "i", "s3_secret_access_key": "s", "encryption_keyfile": "/f",
+        "stream_kwargs": {"s3_secret_access_key": "t"}, "deserialization_kwargs": {"encryption": "e", "num_readers": 2},
+    }},
+], ids=str)  # fmt: skip
+def test_how_fast_a_loader_is_costs_no_hits(engines: Engines, speed: dict[str, Any]) -> None:
+    """Its other settings may name folders with other weights."""
+
+    def named(settings: dict[str, Any]) -> Any:
+        return engines.identity(more={"load_config": {"model_loader_extra_config": settings}})
+
+    assert named(speed) == engines.identity()
+    assert named({**speed, "pattern": "other"}) == named({"pattern": "other"}) != engines.identity()
+
+
+@pytest.mark.parametrize("settings", [
+    {"tensorizer_config": {"stream_kwargs": {"s3_endpoint": "other"}}}, {"socket_path": "/other"},
+    {"socket_dir": "/other"}, {"mode": "other"}, {"fallback": "other"},
+], ids=str)  # fmt: skip
+def test_what_may_name_other_weights_keeps_engines_apart(engines: Engines, settings: dict[str, Any]) -> None:
+    assert engines.identity(more={"load_config": {"model_loader_extra_config": settings}}) != engines.identity()
+
+
+def test_issue_no_log_has_values_of_a_loaders_settings(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+    """They may be secrets, under any name. Two engines can be compared all the same."""
+    caplog.set_level(logging.DEBUG)
+
+    def loading(settings: Any) -> tuple[str, str]:
+        more = {"load_config": {"model_loader_extra_config": settings}}
+        engines(Role.SCHEDULER, more=more)
+        caplog.clear()
+        one = engines(more=more)._identity
+        (line,) = [each.getMessage() for each in caplog.records if "blocks are stored as" in each.getMessage()]
+        assert "secret" not in caplog.text and "model_loader_extra_config" in line
+        return one, line
+
+    def code(password: str = "secret-4") -> str:
+        return password
+
+    plain = {"token": "secret-1", "tensorizer_config": {"tensorizer_uri": "s3://secret-2", "more": ["secret-3"]}}
+    found = [loading(plain), loading(plain), loading({**plain, "token": "secret-5"}), loading({"hook": code})]
+    assert "is code" in caplog.text, "the control"
+    assert found[0] == found[1] and len({one for one, _ in found}) == len({line for _, line in found}) == 3
+
+
+def test_gpus_that_encode_fp8_in_other_ways_share_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps FP8 as bytes, and the same command line means another encoding on some GPUs."""
+    found = []
+    for encoding in ("torch.float8_e4m3fn", "torch.float8_e4m3fnuz", "torch.float8_e4m3fn"):
+        platforms: Any = ModuleType("vllm.platforms")
+        platforms.current_platform = SimpleNamespace(fp8_dtype=lambda encoding=encoding: encoding)
+        monkeypatch.setitem(sys.modules, platforms.__name__, platforms)
+        found.append(engines.identity(cache_dtype="fp8"))
+    assert found[0] == found[2] != found[1]
 
 
 def test_models_and_weights_have_scopes_of_their_own_and_ranks_one(engines: Engines) -> None:
@@ -270,6 +333,27 @@ def test_a_block_goes_and_comes_and_failures_are_named(engines: Engines, groups:
     assert report == Report({"bad"}, 0, [], [(0, b"g" * 32)]) and other.build_connector_worker_meta() is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, True), ({"draft": "org/draft"}, True), ({"stages": 2}, True),
+        ({"stages": 2, "stage": 1, "draft": "org/draft"}, True), ({"stages": 2, "draft": "org/draft"}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_issue_a_stage_whose_steps_vllm_does_not_end_stores(
+    engines: Engines, changes: dict[str, Any], ends: bool
+) -> None:
+    """The first runner waits for the saves of a model with a draft where the draft has run: on the last stage."""
+    one = engines(**changes)
+    one._worker.begin(Plan(saves={"g": [Block(0, 3, b"h" * 32)]}))
+    one._worker.load(Plan())
+    one.get_transfer_results(set())
+    assert one._worker._open is ends
+    one._worker.end()
+    assert one._worker.wait_saved(120.0) and one.get_kv_connector_stats().data["blocks_stored"] == 1
+
+
 def test_what_workers_say_reaches_the_scheduler(engines: Engines) -> None:
     scheduler = engines(Role.SCHEDULER, extra={"layerwise": True})
     request = SimpleNamespace(request_id="r", num_tokens=9, block_hashes=[])
@@ -290,6 +374,41 @@ def test_what_workers_say_reaches_the_scheduler(engines: Engines) -> None:
     assert scheduler.build_connector_meta(output()).plan == Plan(failures=1, idle=True)
     assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
     assert scheduler.reset_cache() is True and scheduler.requires_kv_delivery is False
+
+
+def test_events_say_what_vllms_own_do(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+    """A router that hashes tokens again would else take a block with an image or a salt for its tokens alone."""
+    scheduler = engines(Role.SCHEDULER, kinds=("full_attention", "sliding_window"), window=9)
+    side = scheduler._scheduler
+    side.identities = ["rank"]
+
+    def stored(number: str, **fields: Any) -> list[Any]:
+        hashes = [number.encode() * 16 + bytes([at] * 16) for at in range(3)]
+        request = SimpleNamespace(
+            request_id=number, block_hashes=hashes, all_token_ids=list(range(12)), lora_request=None, **fields
+        )
+        side.added(request)
+        for group in range(2):
+            for block in range(3):
+                side._expect(side._requests[number], group, block)
+        side.heard(Report(stored=[(group, each) for group in range(2) for each in hashes]))
+        return list(scheduler.take_events())
+
+    plain = stored("p", mm_features=[], cache_salt=None)
+    assert [each.extra_keys for each in plain] == [[None]] * 6
+    assert [each.kv_cache_spec_kind for each in plain] == ["full_attention"] * 3 + ["sliding_window"] * 3
+    assert {each.group_idx: each.kv_cache_spec_sliding_window for each in plain} == {0: 9, 1: 9}
+    images = [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=at, length=2))
+        for name, at in (("cat.png", 5), ("dog.png", 7))
+    ]
+    special = stored("s", mm_features=images, cache_salt="tenant")
+    assert [each.extra_keys for each in special] == 2 * [
+        [("tenant",)], [(("cat.png", 1), ("dog.png", 3))], [(("dog.png", -1),)],
+    ]  # fmt: skip
+    assert [each.token_ids for each in special[:3]] == [list(range(at, at + 4)) for at in (0, 4, 8)]
+    assert stored("x") == [], "of another vLLM, which does not say it"
+    assert caplog.text.count("is in no event") == 1
 
 
 def test_hit_sources_are_vllms_and_sum_up(engines: Engines) -> None:

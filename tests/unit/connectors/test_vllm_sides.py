@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,12 @@ from typing import Any
 import pytest
 
 from simm.connectors import vllm_worker
-from simm.connectors.keyspace import replace
+from simm.connectors.keyspace import Keyspace, replace
 from simm.connectors.vllm_plan import Block, Group, Load, Plan, Report
+from simm.connectors.vllm_scheduler import SchedulerSide
 from simm.connectors.vllm_worker import WorkerSide
 from simm.testing import FakeClient, FakeStore
+from tests.support.scarce_threads import Gate
 from tests.support.toy_vllm import FULL, NEW_TOKENS, WINDOWED, Engine
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -202,6 +207,7 @@ def test_nothing_is_stored_until_the_scheduler_knows_of_the_failure(engine: Any)
     for known, staged in ((2, 0), (3, 1)):
         one.worker.begin(Plan(saves={"g": blocks}, failures=known))
         assert len(one.worker._saves) == staged
+        one.worker.end()
     one.worker._step_failed = True
     one.worker.end()
     one.scheduler.heard(one.worker.take_report())
@@ -284,6 +290,58 @@ def test_an_idle_step_leaves_the_interpreter_to_its_loads(
     other.begin, other.worker.finished = begun, asked
     assert right(other, PROMPT) and other.external == [36]
     assert answers == [({"request-1"}, set())]
+
+
+# -- steps that fail ------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A rank in vLLM's hands: it ends a step in a ``finally``, whether the model has raised or not."""
+
+    def __init__(self, one: Engine) -> None:
+        self.side, self.client = one.worker, one.worker._client
+        self.generation = self.side._keyspace.generation() or ""
+        self.rows = sorted(self.side._free)
+
+    def run(self, number: int, error: BaseException | None = None) -> bool:
+        """Run a step in which the model computes one layer, and then raises; return whether its block is stored."""
+        block = Block(0, number, bytes([number] * 32))
+        self.side.begin(Plan(saves={self.generation: [block]}))
+        with contextlib.suppress(*((type(error),) if error is not None else ())):
+            try:
+                self.side.save_layer(FULL.layers[0])
+                if error is not None:
+                    raise error
+            finally:
+                self.side.end()
+        assert self.side.wait_saved(WAIT_S) and sorted(self.side._free) == self.rows
+        return self.client.exists_digests(self.side._keyspace.digests(self.generation, self.side._keys([block]))) == [1]
+
+
+@pytest.mark.parametrize("error", [ValueError("of the model"), SystemExit(), KeyboardInterrupt()], ids=repr)
+def test_issue_a_step_that_fails_is_not_stored(engine: Any, error: BaseException) -> None:
+    """Nor is any after it: vLLM takes its blocks for computed, and may compute further ones on them."""
+    steps = Steps(engine())
+    assert steps.run(1), "the control"
+    assert not steps.run(2, error)
+    assert not steps.run(3)
+
+
+def test_issue_a_step_that_does_not_end_is_not_stored(engine: Any) -> None:
+    one = engine()
+    steps = Steps(one)
+    assert steps.run(1), "the control"
+    one.worker.begin(Plan())
+    assert not steps.run(2)
+
+
+def test_what_vllms_callers_handle_stops_no_store(engine: Any) -> None:
+    steps = Steps(engine())
+    try:
+        raise ValueError("of something else")
+    except ValueError:
+        assert steps.run(1)
+        assert not steps.run(2, RuntimeError("of the model"))
 
 
 # -- staging ----------------------------------------------------------------------------------------------
@@ -386,6 +444,62 @@ def test_the_scheduler_is_told_to_ask_later_and_waits_for_nothing(engine: Any, s
     assert one.scheduler.take_counts()["lookups"] == 1
 
 
+@pytest.mark.parametrize("how", ["late", "finished", "allocated", "begun anew", "reset"])
+def test_issue_lookups_that_nobody_waits_for_are_not_made(store: FakeStore, how: str) -> None:
+    """Those of a time in which a server was slow stayed queued for ever, and each later lookup came after them."""
+    client = FakeClient(store=store, deadline_s=WAIT_S)
+    side = SchedulerSide(client, Keyspace(client, "toy"), [FULL], FULL.block_tokens, FULL.block_tokens)
+    side.identities = ["rank"]
+    assert side._keyspace.generation()
+    store.latency = gate = Gate("simm-vllm-lookup")
+
+    def request(number: str) -> Any:
+        return SimpleNamespace(request_id=number, num_tokens=9, block_hashes=[bytes(32)] * 2)
+
+    try:
+        asked = [request(str(number)) for number in range(50)]
+        for each in asked:
+            side.matched(each, 0)
+        assert gate.reached()
+        assert len(side._calls) <= 2, "what is queued is bounded"
+        for each in asked:
+            if how == "late":
+                lookup = side._requests[each.request_id].lookup
+                assert lookup is not None
+                lookup.until = 0.0
+                assert side.matched(each, 0) == (0, False)
+            elif how == "finished":
+                side.finished(each)
+            elif how == "allocated":
+                side.allocated(each, [[]], 0)
+            elif how == "begun anew":
+                side.added(request(each.request_id))
+        if how == "reset":
+            side.reset()
+        assert not side._waiting
+        last = request("last")
+        assert side.matched(last, 0) == (None, False)
+        gate.open()
+        wait_until(lambda: side.matched(last, 0) == (0, False), "it is answered")
+    finally:
+        gate.open()
+        side.close()
+    assert gate.operations.count("exists") <= 3, "of those that had begun, and of the last one"
+
+
+def test_a_lookup_that_fails_is_a_miss_each_time(engine: Any) -> None:
+    one = engine()
+    request = SimpleNamespace(request_id="r", num_tokens=9, block_hashes=[bytes(32)] * 2)
+
+    def fails(_: Any) -> Any:
+        raise OSError("injected")
+
+    one.scheduler._look = fails
+    wait_until(lambda: one.scheduler.matched(request, 0) == (0, False), "a miss")
+    assert one.scheduler.matched(request, 0) == (0, False)
+    assert one.scheduler.take_counts() == {"lookups": 1}
+
+
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_are_said_to_be_here_if_their_values_are(
@@ -414,6 +528,43 @@ def test_short_prompts_ask_nothing(engine: Any) -> None:
     assert right(one, PROMPT[:5]) and one.scheduler.take_counts()["lookups"] == 1
 
 
+def test_issue_a_lookup_that_was_answered_is_looked_for_among_none(engine: Any) -> None:
+    """Each request that was scheduled, or ended, was compared with all lookups that waited."""
+
+    class Waiting(deque[Any]):
+        searched = 0
+
+        def remove(self, value: Any) -> None:
+            self.searched += 1
+            super().remove(value)
+
+    side = engine().scheduler
+    side._waiting = waiting = Waiting()
+    request = SimpleNamespace(request_id="r", num_tokens=9, block_hashes=[bytes(32)] * 2)
+    wait_until(lambda: side.matched(request, 0) == (0, False), "a miss")
+    side.allocated(request, [[]], 0)
+    side.finished(request)
+    assert waiting.searched == 0
+
+
+def test_issue_a_lookup_that_failed_is_a_miss_from_then_on(engine: Any) -> None:
+    """The exception was raised at each step, and held more frames each time."""
+    side = engine().scheduler
+    told: list[BaseException] = []
+
+    def failing(_: Any) -> Any:
+        raise ValueError("of the store")
+
+    def complain(kind: str, text: str, *arguments: Any, trace: bool = False) -> None:
+        told.append(sys.exc_info()[1])  # type: ignore[arg-type]
+
+    side._look, side._complain = failing, complain
+    request = SimpleNamespace(request_id="r", num_tokens=9, block_hashes=[bytes(32)] * 2)
+    wait_until(lambda: side.matched(request, 0) == (0, False), "a miss")
+    assert side.matched(request, 0) == (0, False) and len(told) == 1
+    assert side._requests["r"].lookup.error is None
+
+
 def test_what_ends_early_leaves_nothing_behind(engine: Any) -> None:
     one = engine()
     one.run(PROMPT)
@@ -427,7 +578,7 @@ def test_what_ends_early_leaves_nothing_behind(engine: Any) -> None:
     assert one.scheduler.matched(SimpleNamespace(request_id="x", num_tokens=9, block_hashes=[bytes(32)] * 2), 0) == (
         0, False,
     )  # fmt: skip
-    assert not one.worker._saving
+    assert one.worker.wait_saved(0) and not one.worker._saves
 
 
 def test_groups_of_different_blocks(engine: Any) -> None:

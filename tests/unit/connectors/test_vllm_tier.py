@@ -13,7 +13,8 @@ from simm.connectors import vllm_facts
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_vllm_tier
 from tests.support.fake_vllm import World
-from tests.support.fake_vllm_tier import Context, Job, Key
+from tests.support.fake_vllm_tier import Context, Job, Key, Words
+from tests.support.waiting import wait_until
 
 KEYS = [Key(bytes([number]) * 32) for number in range(3)]
 ROWS = [0, 1, 2]
@@ -50,8 +51,7 @@ class Tiers:
         """Store all keys for a request; return whether vLLM is told that they are."""
         number = next(self.jobs)
         tier.submit_store(Job(number, KEYS, ROWS, False, context))
-        with tier._idle:
-            tier._idle.wait_for(lambda: not tier._running)
+        wait_until(lambda: not tier._running, "the job ends")
         (result,) = tier.get_finished_jobs()
         assert result.job_id == number
         return bool(result.success)
@@ -72,6 +72,7 @@ def tiers() -> Iterator[Tiers]:
         {"revision": "2"}, {"quantization": "awq"}, {"cache_dtype": "fp8"}, {"hash": "sha256_cbor"},
         *({"more": {"model_config": {name: "other"}}} for name in (*vllm_facts.MODEL, "hf_overrides")),
         {"more": {"load_config": {"load_format": "dummy"}}},
+        {"more": {"load_config": {"model_loader_extra_config": {"tensorizer_uri": "s3://other"}}}},
         {"more": {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}}},
     ],
     ids=str,
@@ -79,6 +80,12 @@ def tiers() -> Iterator[Tiers]:
 def test_engines_that_differ_share_nothing(tiers: Tiers, other: dict[str, Any]) -> None:
     own = tiers.scope(World().config())
     assert own == tiers.scope(World().config()) and own != tiers.scope(World(**other).config())
+
+
+def test_issue_no_log_has_values_of_a_loaders_settings(tiers: Tiers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    tiers.scope(World(more={"load_config": {"model_loader_extra_config": {"token": "secret"}}}).config())
+    assert "model_loader_extra_config" in caplog.text and "secret" not in caplog.text
 
 
 def test_a_length_that_fits_the_memory_is_the_same_at_each_start(tiers: Tiers) -> None:
@@ -139,3 +146,60 @@ def test_requests_that_have_ended_are_forgotten(tiers: Tiers) -> None:
     assert not one._requests and not one._stale
     one.on_new_request(context)
     assert tiers.stores(one, context)
+
+
+def test_issue_a_late_lookup_is_a_miss(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waited for all those before it, however long a slow server took."""
+    tier = tiers(World().config())
+    one, other = Context("one"), Context("other")
+    tier.on_new_request(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._lookups, "lookup", lambda key, context: None)
+        tier.on_new_request(other)
+        assert tier.lookup(KEYS[0], other) is Words.RETRY
+        patch.setattr(tier._client, "deadline_s", 0.01)
+        assert tier.lookup(KEYS[0], one) is Words.RETRY
+
+        def late() -> bool:
+            tier.on_schedule_end(None)
+            return bool(tier.lookup(KEYS[0], one) is Words.MISS)
+
+        wait_until(late, "it is late")
+    tier.on_schedule_end(None)
+    tier.on_schedule_end(None)
+    assert not tier._late_at, "nobody asks"
+    for each in (one, other):
+        tier.on_request_finished(each)
+    assert not tier._asking and not tier._requests
+
+
+@pytest.mark.parametrize("how", ["it ends", "it is late"])
+def test_issue_a_request_that_waits_no_longer_makes_no_miss_of_what_others_asked(tiers: Tiers, how: str) -> None:
+    """vLLM has one answer of a chunk for all requests, and keeps it for as long as any of them runs."""
+    tier, one, other = tiers(World().config()), Context("one"), Context("other")
+    assert tiers.stores(tier, one)
+    tier._lookups.held = True
+    for each in (one, other):
+        tier.on_new_request(each)
+        assert tier.lookup(KEYS[0], each) is Words.RETRY
+    tier.on_schedule_end(None)
+    if how == "it ends":
+        tier.on_request_finished(one)
+    else:
+        tier._late_at["one"] = 0.0
+        assert tier.lookup(KEYS[0], one) is Words.MISS
+    tier._lookups.answer()
+    assert tier.lookup(KEYS[0], other) is Words.HIT
+
+
+def test_a_request_that_waits_again_has_a_deadline_again(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has asked nothing for a while: what it waits for now was not asked before."""
+    tier, one = tiers(World().config()), Context("one")
+    tier.on_new_request(one)
+    monkeypatch.setattr(tier._lookups, "lookup", lambda key, context: None)
+    monkeypatch.setattr(tier._client, "deadline_s", 3600.0)
+    assert tier.lookup(KEYS[0], one) is Words.RETRY
+    tier.on_schedule_end(None)
+    tier._late_at["one"] = 0.0  # long ago
+    tier.on_schedule_end(None)  # a step in which it asks nothing
+    assert tier.lookup(KEYS[0], one) is Words.RETRY
