@@ -67,6 +67,10 @@ class Quotas:
             most = self._meet(namespace)
         return most == math.inf or self._used[namespace] + chunk <= most
 
+    def lacking(self, namespace: int, chunk: int) -> float:
+        """Return how many bytes must go before such a value is admitted; 0 or less if none. O(1)."""
+        return 0 if self.admits(namespace, chunk) else self._used[namespace] + chunk - self._most[namespace]
+
     def _meet(self, namespace: int) -> float:
         most = self._most[namespace] = self._limits.get(self._names.get(namespace, ""), math.inf)
         if most != math.inf:

@@ -111,10 +111,12 @@ class Store:
         )  # fmt: skip
         #: Commits with deferred bookkeeping: (replaced chunk or -1, chunk, slot). See apply_pending().
         self._pending: list[tuple[int, int, int]] = []
+        #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
+        self.commit_failures = dict.fromkeys((BAD_REQUEST, WRONG_OWNER, TABLE_FULL, OVER_QUOTA, OLD_EPOCH), 0)
         self.keeping = Keeping(self.space.kept, self.table, self.shard_words, self.ledger.namespaces)
         self.near = NearCopies(
             self.keeping, self.table, self.commit, partial(self._refuse, cause=OVER_QUOTA, status=Status.OVER_QUOTA),
-            self._apply_entries, self._drop_entry, self.space.evictions, (self._kept, self.header),
+            self._drop_orphans, self._drop_entry, self.space.evictions, self.commit_failures, (self._kept, self.header),
         )  # fmt: skip
         self._lost = LostEntries(self.shard_words, self.table, self._drop_entry)
         readable = self.ledger.namespaces.readable
@@ -122,8 +124,6 @@ class Store:
         self.groups = Groups(self.table, self.space, self.visited, self.shard_words, readable, *drop)
         self.quotas: Quotas | None = None  # as long as no namespace has one
         self.puts = self.overwrites = self.deletes = self.set_evictions = self.stale_commits = self.copies = 0
-        #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
-        self.commit_failures = dict.fromkeys((BAD_REQUEST, WRONG_OWNER, TABLE_FULL, OVER_QUOTA, OLD_EPOCH), 0)
 
     # -- creation and recovery ----------------------------------------------------------------
 
@@ -196,6 +196,7 @@ class Store:
             self._take_entries()
             self.notes += self.sessions.restore()
             self.notes += self.groups.restore()
+            self.space.end_recovery()
 
     def _take_entries(self) -> None:
         """Give the live slots their chunks, oldest first for the queues. Read a slot once: others may store there."""
@@ -312,7 +313,7 @@ class Store:
         if self.groups.orphans:  # else a value of now would be dropped as what is left of its predecessor's group
             self._drop_orphans()
         grants, shards = session.grants, self.shard_words.accepting
-        publish, pending, quotas = self.table.publish, self._pending, self.quotas
+        publish, pending, quotas, near = self.table.publish, self._pending, self.quotas, self.near
         own, now, tags = session.namespace, self.now_ms, self.ledger.namespaces.tags
         statuses = []
         #: Ledger lines of the published chunks, ended in one call.
@@ -335,7 +336,7 @@ class Store:
                 namespace = own
                 if flags >= ENTRY_BOUND and (flags := session.flags(flags)) & COMMIT_NEAR:
                     plain = digest, number, length, crc, flags ^ COMMIT_NEAR, options
-                    statuses.append(self.near.commit(session, plain, grant))
+                    statuses.append(near.commit(session, plain, grant))
                     if self.groups.orphans:
                         self._drop_orphans()
                     continue
@@ -353,7 +354,7 @@ class Store:
                         statuses.append(self._refuse(session, grant, OLD_EPOCH, status))
                         continue
                     flags |= ENTRY_EPOCH
-                if quotas is not None and not quotas.admits(namespace, chunk):
+                if quotas is not None and not (quotas.admits(namespace, chunk) or near.cedes(quotas, namespace, chunk)):
                     statuses.append(self._refuse(session, grant, OVER_QUOTA, Status.OVER_QUOTA))
                     continue
                 if flags & ENTRY_BOUND:

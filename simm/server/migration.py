@@ -13,8 +13,12 @@ their own, then page by page LIST, MARKS, fetch and COMMIT, then FINISH. ``serve
   granted. The mover commits what it got and asks again. If nothing was granted, it asks after a pause, in which clients
   return idle grants, and while no other thread of this process holds a chunk; then the value is given up. No thread
   waits here while it holds a chunk: it takes its share of the token bucket and of the budget first.
-* *Values are given up*: those without room, and those of a previous owner that answers no more. The mover counts what
-  it knows of: what the owner has listed. What it did not list is unknown.
+* *Values are given up*: those without room, those for which the previous owner stays BUSY, and those of one that
+  answers no more. The mover counts what it knows of: what the owner has listed, with a length that can be. What it did
+  not list is unknown. A page that fails is tried again as a whole, so what is lost of it is counted at its end.
+* *A slot of the previous owner is damaged.* BUSY is said of each value, and may stay for ever. If it is said of a whole
+  batch before any other answer, it may also pass in a moment, so the page is begun again, ``VAIN_MOST`` times. After
+  that each value counts by itself: a damaged one costs no other, however they lie on pages and in batches.
 * *Copying slows down clients.* Bytes pass a token bucket (``--move-mib-s``), at most ``COPIERS`` pages are copied at
   once, and together they hold at most ``IN_FLIGHT_BYTES`` of chunks. The threads that copy leave the CPU to others
   (``COPIER_NICE``); FREEZE and ADOPT, for which writers wait, do not.
@@ -42,7 +46,7 @@ from typing import Final
 from ..arena.hashing import shard_of
 from ..arena.marks.arrivals import Arrivals
 from ..cluster.assignment import Member
-from ..cluster.move_plan import REPLAN_S, RETRY_S, CopyTries, Freeze, Job, MovePlan
+from ..cluster.move_plan import REPLAN_S, RETRY_S, TRIES_MIN, CopyTries, Freeze, Job, MovePlan
 from ..cluster.shard_map import ShardMap
 from ..config.live import LiveSettings
 from ..config.logs import reopen_logs
@@ -70,6 +74,9 @@ BATCH_KEYS: Final = 256
 IN_FLIGHT_BYTES: Final = 32 << 20
 #: Tries of a value for which there was no chunk, or that changed at its source during the copy.
 ATTEMPTS: Final = 3
+#: How often a group of shards begins a page again, as BUSY was said of a whole batch. Less often than a previous owner
+#: that fails is given up (``cluster/move_plan.py``): BUSY alone must not cost what else it has.
+VAIN_MOST: Final = TRIES_MIN - 1
 #: Tries that do not count, as the worker was making room for so long, and as many more as the largest value has MiB. A
 #: request for room ends after a quarter of a second's work, and the next one goes on (docs/groups.md).
 MAKING_TRIES: Final = 8
@@ -84,6 +91,23 @@ IDLE_S: Final = 1.0
 
 #: A value as LISTED names it: (digest, length).
 _Item = tuple[bytes, int]
+
+
+class Outcome:
+    """What has become of a group's values: ``lost`` of the page at hand, by all tries of it, so far as is known.
+
+    Entries with an impossible length are not among them: nobody knows whether there ever was a value.
+
+    ``heard``: an answer to a batch was taken, and each later one is. ``vain``: how many were not before, as the
+    previous owner was BUSY for the whole of them.
+    """
+
+    __slots__ = ("heard", "lost", "vain")
+
+    def __init__(self) -> None:
+        self.lost: set[bytes] = set()
+        self.heard = False
+        self.vain = 0
 
 
 @dataclass
@@ -273,6 +297,7 @@ class Mover:
         arrivals = Arrivals()
         unmarked = 0  # times in a row that the marks of a page could not be had
         tries = CopyTries(source.timeout)
+        outcome = Outcome()
         while self.plan.wanted_of(job):
             try:
                 with source.channel() as channel:
@@ -284,7 +309,7 @@ class Mover:
                     else:
                         log.warning("%s does not tell how it keeps values: some are kept no longer", source)
                     unmarked = 0
-                    self._copy_page(source, job, channel, page)
+                    self._copy_page(source, job, channel, page, outcome)
                     self.target.group(arrivals.add(groups))
             except TransportError as exc:
                 source.drop_connections()  # the idle ones may be broken too
@@ -292,25 +317,29 @@ class Mover:
                 if tries.failed(status, time.monotonic()):
                     log.warning("%s: %s; the rest of %d shards is given up", source, exc, len(asked))
                     if page is not None:
-                        self._add(lost=len(self._missing(page)))
+                        outcome.lost.update(entry[0] for entry in self._missing(page))
+                    self._count_lost(job, outcome)
                     break
                 time.sleep(random.uniform(*RETRY_S))
                 continue
             source.timeout.progress(time.monotonic())
+            self._count_lost(job, outcome)
             cursor, page = page.cursor, None
             if not cursor:
                 break
         self._finish(job, set(asked))
 
-    def _copy_page(self, source: SourceWorker, job: Job, channel: Channel, page: M.Listed) -> None:
+    def _copy_page(self, source: SourceWorker, job: Job, channel: Channel, page: M.Listed, outcome: Outcome) -> None:
         """Copy the values of a page that the own worker lacks."""
         names = {space.number: space.name for space in page.namespaces}
         missing: dict[str, dict[bytes, int]] = {}
         for digest, length, _flags, namespace in self._missing(page):
             missing.setdefault(names[namespace], {})[digest] = length
-        for name, values in missing.items():
-            for batch in _batches(list(values.items()), min(BATCH_BYTES, self.budget.most)):
-                self._copy_batch(source, job, channel, name, batch)
+        most = min(BATCH_BYTES, self.budget.most)
+        batches = [(name, batch) for name, values in missing.items() for batch in _batches(list(values.items()), most)]
+        first = outcome.vain % max(1, len(batches))  # another one than failed: it may be that of a damaged slot
+        for name, batch in batches[first:] + batches[:first]:
+            self._copy_batch(source, job, channel, name, batch, outcome)
 
     def _carry_marks(self, channel: Channel, page: M.Listed) -> list[tuple[bytes, int]]:
         """Keep what the previous owner keeps of a page, for the time that is left; also what was put here meanwhile.
@@ -336,7 +365,20 @@ class Mover:
         slots = self.target.reader.slots_of_many([entry[0] for entry in page.entries]) if page.entries else []
         return [entry for slot, entry in zip(slots, page.entries) if slot < 0]
 
-    def _copy_batch(self, source: SourceWorker, job: Job, channel: Channel, namespace: str, items: list[_Item]) -> None:
+    def _count_lost(self, job: Job, outcome: Outcome) -> None:
+        """Count what a page has lost. The next page begins.
+
+        What another try or a client has brought since is not lost, nor what the newest map gives to another worker.
+        """
+        if outcome.lost:
+            wanted = set(self.plan.wanted_of(job))
+            lost = [digest for digest in outcome.lost if shard_of(digest) in wanted]
+            self._add(lost=sum(slot < 0 for slot in self.target.reader.slots_of_many(lost)) if lost else 0)
+            outcome.lost.clear()
+
+    def _copy_batch(
+        self, source: SourceWorker, job: Job, channel: Channel, namespace: str, items: list[_Item], outcome: Outcome
+    ) -> None:  # fmt: skip
         left = items
         tries = making = 0
         while left and tries - making < ATTEMPTS:
@@ -352,8 +394,9 @@ class Mover:
                 began = time.monotonic()
                 try:
                     with self.target.session(namespace) as session:
-                        left = self._exchange(source, job, channel, session, left)
+                        left = self._exchange(source, job, channel, session, left, outcome)
                 except SessionRefused as exc:
+                    self.bucket.take(-sum(length for _, length in left))
                     log.warning("%s; its values are not moved", exc)
                     break
                 slow = time.monotonic() - began >= MAKING_S
@@ -365,12 +408,12 @@ class Mover:
                 making += 1
         if len(left) < len(items):
             source.timeout.progress(time.monotonic())
-        if left:
-            self._add(lost=len(left))
+        outcome.lost.update(digest for digest, _ in left)
 
     def _exchange(
-        self, source: SourceWorker, job: Job, channel: Channel, session: WorkerSession, items: list[_Item]
-    ) -> list[_Item]:
+        self, source: SourceWorker, job: Job, channel: Channel, session: WorkerSession, items: list[_Item],
+        outcome: Outcome,
+    ) -> list[_Item]:  # fmt: skip
         """Copy as many values as there is room for; return those that are worth another try."""
         reader = session.reader
         session.begin_copy()  # until its end no later session releases this one's grants
@@ -387,27 +430,34 @@ class Mover:
                 start = offset - reader.data_offset
                 wants.append((digest, reader.data[start : start + length]))
             answers = source.fetch(channel, wants)
+            sent = (Status.OK, Status.TORN)
+            self.bucket.take(-sum(item[1] for (item, _), answer in zip(taken, answers) if answer[0] not in sent))
+            busy = all(status == Status.BUSY for status, *_ in answers)
+            if busy and not outcome.heard and outcome.vain < VAIN_MOST:
+                outcome.vain += 1
+                channel.fail("the previous owner is busy")
+            outcome.heard = True
             entries = []
             unused = []
-            gone = 0
             for ((digest, length), grant), (status, crc, flags) in zip(taken, answers):
                 if status == Status.OK:
                     entries.append((digest, grant[0], length, crc, flags, M.ABSENT))
                     continue
                 unused.append(grant)
-                if status == Status.TORN:
+                if status in (Status.TORN, Status.BUSY):
                     again.append((digest, length))
                 else:
-                    gone += 1
-            self._commit(job, session, entries)
-            self._add(lost=gone)
+                    outcome.lost.add(digest)
+            self._commit(job, session, entries, outcome)
         finally:
             for grant in unused:
                 session.pool.release(grant)
             session.end_copy()
         return again
 
-    def _commit(self, job: Job, session: WorkerSession, entries: list[tuple[bytes, int, int, int, int, int]]) -> None:
+    def _commit(
+        self, job: Job, session: WorkerSession, entries: list[tuple[bytes, int, int, int, int, int]], outcome: Outcome
+    ) -> None:  # fmt: skip
         """COMMIT the values that the newest map still wants from this previous owner; return the other grants."""
         if not entries:
             return
@@ -425,8 +475,10 @@ class Mover:
         if len(statuses) != len(wanted):
             raise WorkerLost("the worker answered COMMIT with something else")
         done = [entry[2] for entry, status in zip(wanted, statuses) if status == Status.OK]
-        lost = sum(status not in (Status.OK, Status.PRESENT) for status in statuses)
-        self._add(values=len(done), count=sum(done), lost=lost)
+        outcome.lost.update(
+            entry[0] for entry, status in zip(wanted, statuses) if status not in (Status.OK, Status.PRESENT)
+        )
+        self._add(values=len(done), count=sum(done))
 
     def _add(self, *, values: int = 0, count: int = 0, lost: int = 0) -> None:
         with self._lock:

@@ -4,10 +4,12 @@
 trouble with it raises WorkerLost, and the mover ends.
 
 :class:`SourceWorker` is a previous owner, by its stream process. Whatever it does wrong ends as a TransportError and a
-closed connection, never as a value. Each length must be the one listed and within the limit. Each digest must be of a
-shard that was asked for. Each list must end: its cursor only grows. A value counts if the source's VERDICT came after
-its last byte, and if its checksum is right where it has one. Its digest is the one that the mover asked for, not one
-that the source names.
+closed connection, never as a value. Each length must be the one listed. Each digest must be of a shard that was asked
+for. Each list must end: its cursor only grows. A value counts if the source's VERDICT came after its last byte, and if
+its checksum is right where it has one. Its digest is the one that the mover asked for, not one that the source names.
+
+A damaged slot of a source costs its value alone. An entry with an impossible length is left out of its page. A value
+for which the source is BUSY is asked for again, and then given up.
 
 A :class:`TokenBucket` bounds how fast a mover copies, a :class:`ByteBudget` how much it holds at once. Several threads
 share both.
@@ -173,12 +175,21 @@ class TargetWorker:
             return obtain_each(session, lengths)
 
     def return_idle(self) -> None:
-        """Return the grants in all pools: other sizes may need their room."""
+        """Return the grants in all pools: other sizes may need their room. Raises WorkerLost."""
         with self._lock:
-            sessions = [kept.session for kept in self._sessions.values()]
-        for session in sessions:
-            with _lost_without_worker():
-                return_idle(session)
+            names = list(self._sessions)
+        for name in names:
+            with self._lock:
+                kept = self._sessions.get(name)
+                if kept is None:
+                    continue  # its session was closed for another one's, and returned them so
+                kept.users += 1  # else it may be closed in the middle, which looks like a worker that is gone
+            try:
+                with _lost_without_worker():
+                    return_idle(kept.session)
+            finally:
+                with self._lock:
+                    kept.users -= 1
 
     def close(self) -> None:
         """End all sessions, and return their grants."""
@@ -275,8 +286,8 @@ FREEZE_TRY_S: Final = 1.0
 #: Entries on a page of LISTED.
 LIST_MOST: Final = BATCH_KEYS_MAX
 
-#: Answers for a key that say nothing about it.
-_NO_ANSWER: Final = frozenset((Status.UNAVAILABLE, Status.BUSY, Status.INTERNAL))
+#: Answers for a key that say nothing about it, nor about any other.
+_NO_ANSWER: Final = frozenset((Status.UNAVAILABLE, Status.INTERNAL))
 
 
 class SourceWorker:
@@ -349,17 +360,17 @@ class SourceWorker:
 
     @staticmethod
     def list_page(channel: Channel, shards: bytes, cursor: int, asked: frozenset[int]) -> M.Listed:
-        """Return one page of the source's list, checked."""
+        """Return one page of the source's list, checked, without entries that have an impossible length."""
         page = channel.call(M.List(shards, cursor, LIST_MOST))
         if not isinstance(page, M.Listed):
             channel.fail("the previous owner answered LIST with something else")
         if page.cursor and page.cursor <= cursor:
             channel.fail(f"the previous owner lists slot {page.cursor} after slot {cursor}")
         known = {space.number for space in page.namespaces}
-        for digest, length, _flags, namespace in page.entries:
-            if shard_of(digest) not in asked or not 0 < length <= VALUE_BYTES_MAX or namespace not in known:
+        for digest, _length, _flags, namespace in page.entries:
+            if shard_of(digest) not in asked or namespace not in known:
                 channel.fail("the previous owner lists what nobody asked for, or what cannot be")
-        return page
+        return page._replace(entries=[entry for entry in page.entries if 0 < entry[1] <= VALUE_BYTES_MAX])
 
     @staticmethod
     def marks(channel: Channel, digests: Sequence[bytes]) -> list[tuple[int, int, int]]:
@@ -374,7 +385,10 @@ class SourceWorker:
 
     @staticmethod
     def fetch(channel: Channel, wants: Sequence[tuple[bytes, memoryview]]) -> list[tuple[int, int, int]]:
-        """Receive values in their chunks; return (status, crc, flags) each. OK: whole, and of the chunk's length."""
+        """Receive values in their chunks; return (status, crc, flags) each. OK: whole, and of the chunk's length.
+
+        TORN, BUSY: it may be whole at another try.
+        """
         number = channel.submit(M.FetchPrevious([(digest, len(target)) for digest, target in wants]))
         channel.until += sum(len(target) for _, target in wants) / SLOWEST_BYTES
         fetched = channel.result(channel.wait(number))

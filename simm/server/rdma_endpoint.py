@@ -42,6 +42,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ..arena.marks.near import COMMIT_NEAR
 from ..arena.sessions import check_wants
 from ..config.tokens import Token
 from ..errors import NotSentError, RemoteProtocolError, SimmError, TransportError
@@ -376,7 +377,7 @@ class Endpoint(Service):
                 continue
             spent[leased.number] = leased
             if leased.session is session:
-                entries.append((*entry[:5], options))
+                entries.append((*entry[:4], entry[4] & ~COMMIT_NEAR, options))  # near copies come by no network
                 positions.append(position)
         leased_grants = list(spent.values())
         lease.fence(leased_grants)

@@ -30,7 +30,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -81,7 +81,7 @@ MANY_PEERS: Final = 32
 class ConnectionState:
     """The state of one connection. ``role`` is None before HELLO."""
 
-    __slots__ = ("began", "cluster", "counted", "gate", "lease", "namespace", "receiving", "role", "sending")
+    __slots__ = ("began", "cluster", "counted", "gate", "lease", "namespace", "receiving", "role", "sending", "told")
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -96,6 +96,8 @@ class ConnectionState:
         #: Where its requests are counted, from HELLO on; when the present one was taken, perf_counter ns.
         self.counted = Served()
         self.began = 0
+        #: What follows the answer to a STORE that has just been counted.
+        self.told: Callable[[], None] | None = None
 
 
 class Stream(Service):
@@ -208,7 +210,8 @@ class Stream(Service):
             state.counted.deleted(state.namespace, statuses, state.began)
         elif isinstance(msg, Group):
             are_own = partial(self._are_own, state) if state.gate.bound else None
-            peer.send_message(group_for(msg, are_own, partial(self.keeper.statuses, peer=peer)), frame.request_id)
+            ask = partial(self.keeper.statuses, peer=peer, cluster=state.cluster)
+            peer.send_message(group_for(msg, are_own, ask), frame.request_id)
         elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -244,9 +247,10 @@ class Stream(Service):
             state.receiving = None
             self.stored_bytes += sum(entry[1] for entry in msg.entries)
             state.counted.stored(state.namespace, receiving.statuses, [entry[1] for entry in msg.entries], state.began)
+            receiving.on_answered, state.told = state.told, None
 
         options = partial(self.keeper.options_of, state.namespace, bound=state.gate.bound)
-        receiving = Receiving(self.keeper, peer, request_id, msg, end, options)
+        receiving = Receiving(self.keeper, peer, request_id, msg, end, options, state.cluster)
         state.receiving = receiving
         receiving.start()
 
@@ -436,7 +440,7 @@ class Stream(Service):
         """
         state: ConnectionState = peer.context
         if not state.gate.bound:
-            return self.keeper.statuses(msg, peer)
+            return self.keeper.statuses(msg, peer, state.cluster)
         digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else items
         reader = self.keeper.arena()
         if reader is None:
@@ -445,7 +449,7 @@ class Stream(Service):
         statuses = [Status.UNAVAILABLE if status == ASK_OWNER else status for status in missing]
         mine = [at for at, own in enumerate(self._are_own(state, digests)) if own]
         kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
-        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), peer)):
+        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), peer, state.cluster)):
             statuses[at] = status
         return statuses
 

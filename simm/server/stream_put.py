@@ -10,6 +10,17 @@ The loop waits for an answer for ``PATIENCE_S``. After that the STORE is *parked
 clients are served, and it goes on with the answer. How long that may take, its client decides, which closes the
 connection at its deadline. Nothing more is committed for it then; ``worker_session.py`` says what becomes of what the
 worker has of it already. A STORE that comes while the worker is late is parked before its first byte is read.
+
+A server that comes to another cluster
+--------------------------------------
+Its worker ends all sessions, and drops all values. By the next session a STORE would put what a client of the first
+cluster sends where those of the second one read. So a STORE ends with its connection once the arena has left the
+cluster in which it began, also while the arena has no other one yet. The session is taken before the look at the
+arena's cluster: one that is older than a change does not outlive it.
+
+But a session outlives the arena's first map, and the worker may take that before a COMMIT that is on its way. So while
+the arena has no cluster, nothing is committed for a client that has come by a map. It gets WRONG_OWNER, which is what
+the worker says as long as it has no shard.
 """
 
 from __future__ import annotations
@@ -21,6 +32,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ..arena.marks.near import COMMIT_NEAR
 from ..constants import VALUE_BYTES_MAX
 from ..errors import DeadlineError, NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..ipc.answer_wait import collect
@@ -52,18 +64,23 @@ class Receiving:
     """A STORE in flight, by the session of a keeper. :meth:`start` it; ``on_end`` precedes its answer.
 
     ``on_end`` does not refer to it: in a cycle it would keep the session, and the arena mapped, after its end.
+    ``cluster``: of the map that led its client here, 0 for any.
     """
 
     __slots__ = (
-        "_options_of", "at", "copying", "ending", "entries", "grant", "in_flight", "keeper", "on_end", "options",
-        "parked", "peer", "ready", "refused", "request_id", "session", "statuses", "target",
+        "_options_of", "at", "cluster", "copying", "ending", "entries", "found", "grant", "in_flight", "keeper",
+        "on_answered", "on_end", "options", "parked", "peer", "ready", "refused", "request_id", "session", "statuses",
+        "target",
     )  # fmt: skip
 
     def __init__(
         self, keeper: WorkerSessionKeeper, peer: Peer, request_id: int, msg: M.Store,
-        on_end: Callable[[Receiving], None], options_of: Callable[[], int],
+        on_end: Callable[[Receiving], None], options_of: Callable[[], int], cluster: int = 0,
     ) -> None:  # fmt: skip
         self.keeper = keeper
+        self.cluster = cluster
+        #: The arena's cluster when it began, or the first one since; 0 before the first map.
+        self.found = 0
         #: COMMIT's for each value, as ``options_of`` says when the worker is there; or the status that all values get.
         self.options: int | None = None
         self.refused = 0
@@ -72,6 +89,8 @@ class Receiving:
         self.request_id = request_id
         self.entries = msg.entries
         self.on_end = on_end
+        #: Called when the answer is on its way, before anything that follows the STORE is parsed. ``on_end`` sets it.
+        self.on_answered: Callable[[], None] | None = None
         self.statuses: list[int] = []
         #: Bytes received of the current value, its grant, and the part of its chunk that gets them.
         self.at = 0
@@ -96,6 +115,8 @@ class Receiving:
                 raise RemoteProtocolError(f"a value of {length} bytes in a STORE")
         if self.keeper.session is not None:
             self.keeper.session.wake()
+        self.keeper.arena()  # the very first session is waited for, and longer than PATIENCE_S
+        self._look_at_cluster()
         self.peer.bulk = True
         self._open_target()
         self._take_pending()
@@ -111,6 +132,26 @@ class Receiving:
             self.at += len(data)
             if self.at == length:
                 self._value_done()
+
+    # -- a server that comes to another cluster -----------------------------------------------------
+
+    def _look_at_cluster(self) -> int:
+        """Return the arena's cluster, 0 for none yet, and remember the first one."""
+        reader = self.keeper.reader
+        now = self.found if reader is None else reader.cluster
+        self.found = self.found or now
+        return now
+
+    def _is_foreign(self) -> bool:
+        """Return whether the arena is of another cluster by now than its client's, or than the first that it had."""
+        now = self._look_at_cluster()
+        return now != self.found or (self.cluster != 0 and now not in (0, self.cluster))
+
+    def _refuse(self) -> None:
+        """Close the connection, of which nothing more is stored."""
+        text = f"this server is not of cluster {self.found or self.cluster:016x} any more"
+        self.peer.send_error(self.request_id, Status.OTHER_CLUSTER, text)
+        self.peer.close("it came by a map of another cluster")
 
     # -- a worker that is late --------------------------------------------------------------------
 
@@ -177,7 +218,6 @@ class Receiving:
             self._park()
             return
         if self.options is None:
-            self.keeper.arena()  # the very first session is waited for, and longer than that
             try:
                 with at_most(PATIENCE_S):  # the first value of a namespace costs an exchange
                     self.options = self._options_of()
@@ -188,6 +228,9 @@ class Receiving:
                     self.refused = exc.status
                 return
         session = self.keeper.worker()
+        if self._is_foreign():
+            self._refuse()
+            return
         if session is None:
             return
         if self.session is not session:
@@ -262,8 +305,9 @@ class Receiving:
             self.statuses.append(self.refused or lacking)
         else:
             self.statuses.append(Status.UNAVAILABLE)  # until the commit says otherwise
-            options = self.options or 0
-            self.ready.append((position, (digest, self.grant[0], length, crc, flags, options), self.grant))
+            # A near copy is what a client on this host makes of another host's value: nothing that comes by TCP is one.
+            entry = (digest, self.grant[0], length, crc, flags & ~COMMIT_NEAR, self.options or 0)
+            self.ready.append((position, entry, self.grant))
             self.grant = None
         self._close_target()
         if len(self.statuses) < len(self.entries):
@@ -276,6 +320,9 @@ class Receiving:
     def _end(self) -> None:
         """Commit the last values, and answer if the worker has."""
         self.ending = True
+        if self._is_foreign():
+            self._refuse()
+            return
         self._commit()
         if not self._collect() or self.ready:
             self._park()
@@ -283,6 +330,8 @@ class Receiving:
         self.peer.bulk = False
         self.on_end(self)
         self.peer.send_message(M.Statuses(self.statuses), self.request_id)
+        if self.on_answered is not None:
+            self.on_answered()
         # Whatever followed in the same piece is parsed in the loop's next turn.
         self.peer.pause(False)
 
@@ -290,11 +339,17 @@ class Receiving:
         """Commit the complete values; :meth:`_collect` takes the answers. They stay where the worker takes nothing.
 
         Commit nothing for a client that has gone: it may have put newer values elsewhere since. The look costs 1.4 us.
+        Nor for one of another cluster, whose connection the caller closes, nor for one that may yet be (the module).
         """
         session, ready = self.session, self.ready
         if session is None or not ready:
             return
-        if self.peer.closed or self.peer.hung_up():
+        if self.peer.closed or self.peer.hung_up() or self._is_foreign():
+            self._release_ready()
+            return
+        if self.cluster and not self._look_at_cluster():
+            for position, _, _ in ready:
+                self.statuses[position] = Status.WRONG_OWNER
             self._release_ready()
             return
         entries = [entry for _, entry, _ in ready]

@@ -298,10 +298,12 @@ class WorkerSessionKeeper:
 
     # -- exchanges --------------------------------------------------------------------------------
 
-    def exchange(self, msg: Any, peer: Peer | None = None) -> Any:
+    def exchange(self, msg: Any, peer: Peer | None = None, cluster: int = 0) -> Any:
         """Make one exchange. Raises Refused with the worker's status, or with UNAVAILABLE if it is down.
 
-        ``peer``: the client of a mutation.
+        ``peer``: the client of a mutation. ``cluster``: of the map that led it here, 0 for any. Raises Refused with
+        WRONG_OWNER unless the arena is of that cluster: one that has none yet may be of another one before the request
+        arrives. The session is taken before the look, and ends where the arena leaves a cluster.
         """
         if peer is not None and peer.hung_up():
             raise Refused(Status.UNAVAILABLE, "the client hung up while its request waited")
@@ -310,6 +312,8 @@ class WorkerSessionKeeper:
             session = self.worker() if harmless else self.worker_for(peer)
             if session is None:
                 raise Refused(Status.UNAVAILABLE, "the worker is down")
+            if cluster and self.reader is not None and self.reader.cluster != cluster:
+                raise Refused(Status.WRONG_OWNER, f"the arena is not of cluster {cluster:016x}")
             with at_most(WORKER_DEADLINE_S - max(session.channel.late_s, self._silent_s(session))):
                 if not harmless:
                     return self.mutate(session, msg, peer)
@@ -440,13 +444,16 @@ class WorkerSessionKeeper:
             raise
 
     def statuses(
-        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, peer: Peer | None = None
+        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, peer: Peer | None = None, cluster: int = 0
     ) -> list[int]:  # fmt: skip
-        """Return a status for each key or group of the message; UNAVAILABLE for all if the worker is down."""
+        """Return a status for each key or group of the message; UNAVAILABLE for all if the worker is down.
+
+        ``peer``, ``cluster``: see :meth:`exchange`.
+        """
         items: list[Any] = msg.digests if isinstance(msg, M.Exists | M.Delete | Keep) else msg[0]
         count = len(items)
         try:
-            answer = self.exchange(msg, peer)
+            answer = self.exchange(msg, peer, cluster)
         except Refused as exc:
             return [exc.status] * count
         if not isinstance(answer, M.Statuses) or len(answer.statuses) != count:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final, NamedTuple
 
 from ...constants import KEEP_HARD, KEEP_SHARES, KEEP_SOFT, SLAB_BYTES, WAYS
@@ -134,6 +135,8 @@ class KeptEntries:
         self.near_bytes = 0
         #: By group: the number of near copies in each that has some.
         self.near: dict[int, int] = {}
+        #: By namespace: the slots of its near copies, in the order in which they were made.
+        self._own_near: dict[int, dict[int, None]] = {}
         #: By group: copies that were made in place of others, each of which one allocation is to make good for.
         self.owed: dict[int, int] = {}
         #: By class: the number of kept entries in each piece that has some; and of hard ones by namespace.
@@ -325,6 +328,7 @@ class KeptEntries:
             group = class_of(kept.bytes)
             self.near_bytes += kept.bytes
             self.near[group] = self.near.get(group, 0) + 1
+            self._own_near.setdefault(kept.namespace, {})[slot] = None
         for pieces in self._pieces_of(kept):
             for base in kept.pieces:
                 pieces[base] = pieces.get(base, 0) + 1
@@ -351,6 +355,9 @@ class KeptEntries:
             self.near[group] -= 1
             if not self.near[group]:
                 del self.near[group]
+            del self._own_near[kept.namespace][slot]
+            if not self._own_near[kept.namespace]:
+                del self._own_near[kept.namespace]
         for pieces in self._pieces_of(kept):
             for base in kept.pieces:
                 pieces[base] -= 1
@@ -422,6 +429,22 @@ class KeptEntries:
         """Return the near copy of all size classes that goes first, -1 without one. O(classes with copies)."""
         slots = [self._near_victim(group) for group in self.near]
         return min((slot for slot in slots if slot >= 0), key=self._policy.since, default=-1)
+
+    def near_for(self, namespace: int, lacking: float, most: int) -> list[int]:
+        """Return the near copies of a namespace that free so many bytes together, those made first. None if too few do.
+
+        Copies in use stay. Look at ``most`` copies at most. O(most).
+        """
+        found: list[int] = []
+        if self.bytes.get((namespace, NEAR), 0) < lacking:
+            return found
+        for slot in islice(self._own_near.get(namespace, ()), most):
+            if lacking <= 0:
+                break
+            if not self._in_use(slot):
+                found.append(slot)
+                lacking -= self.entries[slot].bytes
+        return found if lacking <= 0 else []
 
     def first_to_go(
         self, slots: Iterable[int], held: Callable[[int], bool], visited: Sequence[int], stored: Callable[[int], int]

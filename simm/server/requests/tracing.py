@@ -21,7 +21,6 @@ from ...wire.trace_messages import Traced as Traced
 if TYPE_CHECKING:
     from ...arena.sessions import Session
     from ...ipc.tally import Served
-    from ...net.loop import Loop
     from ...net.peer import Peer
     from ...rpc import Frame
 
@@ -68,7 +67,8 @@ def handler(handlers: Handlers) -> Callable[[Session, Traced], tuple[Any, int]]:
 class Watched:
     """In place of a stream's counts while it carries out a request in a trace: it is told when that has ended.
 
-    ``stored`` just before the answer is on its way, the others when it is. The counts know the trace meanwhile.
+    ``stored`` is counted just before the answer is on its way, the others when it is. The counts know the trace
+    meanwhile.
     """
 
     def __init__(
@@ -142,8 +142,6 @@ def opened(peer: Peer, request_id: int, msg: Traced) -> tuple[Any, Any]:
 class TracedService(Protocol):
     """What is needed of a stream."""
 
-    loop: Loop
-
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         """Carry out a request."""
 
@@ -169,7 +167,8 @@ def serve(stream: TracedService, peer: Peer, request_id: int, msg: Traced) -> No
 
     def stored() -> None:
         state.counted = counts
-        stream.loop.call_later(0.0, partial(send, _ns()))
+        # Called with the answer, not by a timer: the next request may be answered before one is due.
+        state.told = partial(send, _ns())
 
     request = request_in(msg, OF_STREAMS, request_id)
     state.counted = Watched(counts, msg.trace, answered, stored)

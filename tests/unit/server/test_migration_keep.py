@@ -202,8 +202,8 @@ def test_no_copy_is_without_its_mark(world: Pair, monkeypatch: pytest.MonkeyPatc
     assert keep(world.p, digests, HARD, 1000) == [Status.OK] * len(digests)
     real, published = mover_module.Mover._commit, []
 
-    def commit(self: Any, job: Any, session: Any, entries: list[Any]) -> None:
-        real(self, job, session, entries)
+    def commit(self: Any, job: Any, session: Any, entries: list[Any], outcome: Any) -> None:
+        real(self, job, session, entries, outcome)
         published.append(({entry[0] for entry in entries}, set(kept(world.n))))
 
     monkeypatch.setattr(mover_module, "BATCH_KEYS", 3)

@@ -14,8 +14,9 @@ from simm.cluster import move_plan
 from simm.server import migration as mover_module
 from simm.server.migration_peers import ByteBudget, TokenBucket
 from simm.wire import messages as M
+from simm.wire.messages import Status
 from simm.wire.shard_set import shards_in
-from tests.support.server_thread import WAIT_S, Liar, Pair, digest_in, honest, pair, value_of
+from tests.support.server_thread import WAIT_S, Liar, Pair, answer, digest_in, honest, pair, value_of
 from tests.support.waiting import wait_until
 
 SHARDS = list(range(64))
@@ -114,6 +115,27 @@ def test_a_group_that_fails_while_others_wait_is_given_up(world: Pair, monkeypat
     held.set()
     assert mover.wait() is True and world.moved() == SHARDS
     assert world.n.fetch(list(values))[16:] == list(values.values())[16:]
+    liar.close()
+
+
+@pytest.mark.parametrize("status", [int(Status.BUSY), int(Status.NOT_FOUND), int(Status.OK)])
+def test_issue_what_does_not_come_passes_no_bucket(world: Pair, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Each try of a value for which the previous owner was BUSY took its bytes from the bucket: other values waited."""
+    taken: list[int] = []
+    monkeypatch.setattr(TokenBucket, "take", lambda _self, count: taken.append(count))
+    values = {digest_in(shard, shard): value_of(shard, 1000) for shard in SHARDS}
+    script = honest(values)
+    if status:
+        script[M.FetchPrevious] = lambda msg: answer(
+            M.Fetched([(status, 0, 0, 0)] * len(msg.keys)), M.Verdict([0] * len(msg.keys))
+        )
+    liar = Liar(script)
+    world.instead = liar.info
+    world.move(SHARDS)
+    mover = world.mover()
+    assert mover.wait() is True and world.moved() == SHARDS
+    assert sum(taken) == mover.mover.bytes == (0 if status else 1000 * len(SHARDS))
+    assert sum(max(0, count) for count in taken) >= 1000 * len(SHARDS)
     liar.close()
 
 
@@ -224,22 +246,22 @@ def test_a_value_is_given_up_only_if_no_room_is_being_made(
     monkeypatch: pytest.MonkeyPatch, length: int, takes_s: float, room_at: int, tries: int
 ) -> None:
     """A request ends early where many values go with those that it evicts. After three the value counted as lost."""
-    now, asked, lost = [0.0], [0], [0]
+    now, asked, outcome = [0.0], [0], mover_module.Outcome()
 
-    def exchange(_source: Any, _job: Any, _channel: Any, _session: Any, items: list[Any]) -> list[Any]:
+    def exchange(
+        _source: Any, _job: Any, _channel: Any, _session: Any, items: list[Any], _outcome: Any
+    ) -> list[Any]:  # fmt: skip
         asked[0] += 1
         now[0] += takes_s
         return [] if asked[0] == room_at else items
-
-    def add(**counts: int) -> None:
-        lost[0] += counts.get("lost", 0)
 
     monkeypatch.setattr(mover_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
     nothing = contextlib.nullcontext()
     mover: Any = SimpleNamespace(
         budget=SimpleNamespace(most=1 << 20, reserve=lambda _: nothing), bucket=SimpleNamespace(take=lambda _: None),
-        target=SimpleNamespace(session=lambda _: nothing, return_idle=lambda: None), _exchange=exchange, _add=add,
+        target=SimpleNamespace(session=lambda _: nothing, return_idle=lambda: None), _exchange=exchange,
     )  # fmt: skip
     source: Any = SimpleNamespace(timeout=SimpleNamespace(progress=lambda _: None))
-    mover_module.Mover._copy_batch(mover, source, None, None, "n", [(b"d" * 16, length)])  # type: ignore[arg-type]
-    assert asked[0] == tries and lost[0] == (tries != room_at)
+    batch, nobody = [(b"d" * 16, length)], (None, None)
+    mover_module.Mover._copy_batch(mover, source, *nobody, "n", batch, outcome)  # type: ignore[arg-type]
+    assert asked[0] == tries and len(outcome.lost) == (tries != room_at)

@@ -14,7 +14,7 @@ from simm.errors import PeerError, RemoteProtocolError
 from simm.ipc.commit_ring import SLOT_BYTES
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel, greet
-from simm.rpc import CODECS, OPCODES, encode
+from simm.rpc import CODECS, OPCODES, Connection, Frame, decode, encode
 from simm.server.requests import tracing
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
@@ -128,6 +128,33 @@ def test_a_store_is_answered_before_the_stream_says_what_it_took(stream: Channel
     assert statuses == M.Statuses([0])
     assert type(stream.result(stream.wait(number))) is Timed
     assert isinstance(stream.call(M.Ping(7)), M.Pong)
+
+
+def frames_of(channel: Channel, count: int) -> list[Frame]:
+    """Return the next frames in the order in which they come."""
+    conn, frames = Connection(), []
+    while len(frames) < count:
+        data = channel.sock.recv(1 << 16)
+        assert data, "the stream has closed the connection"
+        conn.receive_data(data)
+        while len(frames) < count and (frame := conn.next_frame()) is not None:
+            frames.append(frame)
+    return frames
+
+
+@pytest.mark.parametrize("size", [10, len(VALUE)], ids=["with its frame", "in pieces"])
+@pytest.mark.parametrize("fetches", [False, True], ids=["PING", "FETCH"])
+def test_issue_what_a_store_took_is_told_before_anything_else(
+    cluster: FakeCluster, stream: Channel, size: int, fetches: bool
+) -> None:
+    """It came after the answer to a request that was on its way already, or in the middle of a FETCH's bare bytes."""
+    msg = M.Fetch([(digest(cluster), len(VALUE))]) if fetches else M.Ping(7)
+    one, two = stream.next_id(), stream.next_id()
+    store = encode(traced(TRACE, M.Store([(DIGEST, size, 0, 0, 0)])), one)
+    stream.sock.sendall(store + VALUE[:size] + encode(msg, two))
+    frames = frames_of(stream, 3)
+    assert [type(decode(frame)) for frame in frames] == [M.Statuses, Timed, M.Fetched if fetches else M.Pong]
+    assert [frame.request_id for frame in frames] == [one, one, two]
 
 
 def test_a_delete_and_an_exists_are_answered_as_without(stream: Channel) -> None:

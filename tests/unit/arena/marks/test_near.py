@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from simm.arena.hashing import TAG_AT, shard_of
+from simm.arena.marks import near as near_module
 from simm.arena.marks.kept import NEAR, KeptEntries, unpack
 from simm.arena.marks.near import COMMIT_NEAR
 from simm.arena.queues import Policy
@@ -17,7 +18,7 @@ from simm.constants import NEAR_S, POLICY_NAMES
 from simm.ipc.arena_files import OwnedArena
 from simm.ipc.arena_lister import Lister
 from simm.slab import chunk_bytes_for
-from simm.wire.messages import Status
+from simm.wire.messages import NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import bitmap_of
 from tests.support.crash import A, B, C, Operation, die_everywhere
 from tests.support.dose import dose
@@ -48,6 +49,14 @@ def copies(world: World, count: int, size: int = SIZE, name: str = "copy") -> li
         assert copy(world, player, digest, size) == Status.OK
     world.store.apply_pending()
     return digests
+
+
+def refused(world: World, player: Player, size: int, flags: int = COMMIT_NEAR) -> int:
+    """Store a value that the model of a world would take, as it knows no quotas; return the status of its commit."""
+    (number,) = world.grant(player, size)
+    (status,) = world.store.commit(player.session, [(A, number, size, 0, flags, 0)])
+    assert status != Status.OK and player.grants.pop(number)
+    return int(status)
 
 
 def there(world: World, digests: list[bytes]) -> int:
@@ -130,6 +139,131 @@ def test_pinned_ones_are_not_replaced(segment: OwnedArena) -> None:
     entry = (A, number, SIZE, 0, COMMIT_NEAR, 0)
     assert world.store.commit(player.session, [entry]) == [Status.OVER_QUOTA]
     assert there(world, digests) == most
+
+
+REFUSED = {"its quota": Status.OVER_QUOTA, "its epoch": Status.OLD_EPOCH, "its options": Status.BAD_REQUEST}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_issue_one_that_is_refused_replaces_none(segment: OwnedArena, why: str) -> None:
+    """A client at its quota, or of an old epoch, emptied the near copies of all others, one with each try."""
+    world = World(segment, slots=1024)
+    digests = copies(world, world.store.space.kept.near_max // chunk_bytes_for(SIZE))
+    player = world.join("another")
+    if why == "its quota":
+        world.store.set_quotas({"another": 1})
+    elif why == "its epoch":
+        world.store.stale.take({"another": 7})
+    options = 1 << NAMESPACE_SHIFT if why == "its options" else 0
+    for _ in range(3):
+        (number,) = world.grant(player, SIZE)
+        entry = (A, number, SIZE, 0, COMMIT_NEAR, options)
+        assert world.store.commit(player.session, [entry]) == [REFUSED[why]]
+    assert there(world, digests) == len(digests) and there(world, [A]) == 0
+    assert world.store.near.counts["replaced"] == 0 and world.store.near.counts["made"] == len(digests)
+
+
+def test_one_for_which_too_few_can_go_is_refused(segment: OwnedArena) -> None:
+    """All but one are pinned, and it needs the room of several."""
+    world = World(segment, slots=1024)
+    kept, player = world.store.space.kept, world.join()
+    digests = copies(world, kept.near_max // chunk_bytes_for(SIZE))
+    for digest in digests[1:]:
+        assert world.pin(player, digest)
+    (number,) = world.grant(player, LARGE)
+    assert world.store.commit(player.session, [(A, number, LARGE, 0, COMMIT_NEAR, 0)]) == [Status.OVER_QUOTA]
+    assert there(world, [A]) == 0 and there(world, digests[1:]) == len(digests) - 1
+    assert kept.near_bytes <= kept.near_max and world.store.near.counts["refused"] == 1
+    assert world.store.near.counts["replaced"] == 1 and world.store.commit_failures["over_quota"] == 1
+
+
+def test_issue_what_goes_for_one_that_is_refused_then_is_counted(segment: OwnedArena) -> None:
+    """Its own key has had a smaller one, and all others are pinned. Neither the loss nor the failure was counted."""
+    world = World(segment, slots=1024)
+    kept, player = world.store.space.kept, world.join()
+    digests = copies(world, kept.near_max // chunk_bytes_for(SIZE))
+    for digest in digests[1:]:
+        assert world.pin(player, digest)
+    (number,) = world.grant(player, LARGE)
+    assert world.store.commit(player.session, [(digests[0], number, LARGE, 0, COMMIT_NEAR, 0)]) == [Status.OVER_QUOTA]
+    assert there(world, digests) == len(digests) - 1
+    assert world.store.near.counts["refused"] == world.store.near.counts["replaced"] == 1
+    assert world.store.stats()["put_failures"]["over_quota"] == 1
+
+
+@pytest.mark.parametrize("part", [1, 2], ids=["of the share", "of half of it"])
+def test_issue_a_namespace_at_its_quota_renews_its_copies(segment: OwnedArena, part: int) -> None:
+    """The quota was asked before a copy of the same namespace had gone for the new one."""
+    world = World(segment, slots=1024)
+    chunk = chunk_bytes_for(SIZE)
+    most = world.store.space.kept.near_max // chunk // part
+    world.store.set_quotas({"world": most * chunk})
+    digests = copies(world, 2 * most)
+    assert there(world, digests) == there(world, digests[-most:]) == most
+    assert world.store.near.counts == {"made": 2 * most, "refused": 0, "replaced": most, "expired": 0}
+    assert refused(world, world.join(), SIZE, 0) == Status.OVER_QUOTA, "for a value of its own none goes"
+    assert len(world.store.space.kept) == most
+    assert copy(world, world.join(), digests[-1]) == Status.OK and there(world, digests[-1:]) == 1, "one that is there"
+    world.check()
+
+
+@pytest.mark.parametrize("oldest", ["its own", "another's"])
+def test_a_namespace_at_its_quota_replaces_no_copy_of_another(segment: OwnedArena, oldest: str) -> None:
+    world = World(segment, slots=1024)
+    chunk = chunk_bytes_for(SIZE)
+    world.store.set_quotas({"small": 2 * chunk})
+    player, other = world.join("small"), world.join("another")
+    order = (player, player, other) if oldest == "its own" else (other, player, player)
+    for number, who in enumerate(order):
+        assert copy(world, who, digest_of(f"copy {number}")) == Status.OK
+    assert copy(world, player, A) == Status.OK and there(world, [A]) == 1
+    there_now = [there(world, [digest_of(f"copy {number}")]) for number in range(3)]
+    assert there_now == ([0, 1, 1] if oldest == "its own" else [1, 0, 1]), "its own goes that was made first"
+    world.check()
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 3])
+def test_a_namespace_at_its_quota_spares_what_is_in_use(segment: OwnedArena, held: int) -> None:
+    world = World(segment, slots=1024)
+    world.store.set_quotas({"world": 3 * chunk_bytes_for(SIZE)})
+    digests, player = copies(world, 3), world.join()
+    for digest in digests[:held]:
+        assert world.pin(player, digest)
+    if held == 3:
+        assert refused(world, player, SIZE) == Status.OVER_QUOTA and there(world, digests) == 3
+        return
+    assert copy(world, player, B) == Status.OK and there(world, [B]) == 1
+    assert [there(world, [digest]) for digest in digests] == [int(number != held) for number in range(3)]
+    world.check()
+
+
+def test_issue_a_namespace_at_its_quota_gives_none_up_in_vain(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it may look at are too small: they went, and the copy was refused, again and again."""
+    monkeypatch.setattr(near_module, "CEDED_MAX", 4)
+    world = World(segment, slots=1024)
+    small, large = chunk_bytes_for(4096), chunk_bytes_for(LARGE)
+    world.store.set_quotas({"world": 8 * small + large})
+    digests = [*copies(world, 8, 4096), *copies(world, 1, LARGE, "large")]
+    player = world.join()
+    for _ in range(3):
+        assert refused(world, player, LARGE) == Status.OVER_QUOTA
+    assert there(world, digests) == len(digests) and world.store.near.counts["replaced"] == 0
+    assert copy(world, player, B, 4096) == Status.OK and there(world, digests[:2]) == 1, "one of their size has room"
+    world.check()
+
+
+def test_a_namespace_that_is_full_of_its_own_values_drops_no_copy_in_vain(segment: OwnedArena) -> None:
+    world = World(segment, slots=1024)
+    world.store.set_quotas({"world": chunk_bytes_for(LARGE) + chunk_bytes_for(4096)})
+    player = world.join()
+    assert world.put(player, B, LARGE)
+    assert copy(world, player, C, 4096) == Status.OK
+    assert refused(world, player, SIZE) == Status.OVER_QUOTA
+    assert there(world, [C]) == 1 and world.store.near.counts["replaced"] == 0
+    assert copy(world, player, A, 4096) == Status.OK and there(world, [A, B, C]) == 2, "one of its size has room"
+    world.check()
 
 
 # -- who goes first -------------------------------------------------------------------------------------------

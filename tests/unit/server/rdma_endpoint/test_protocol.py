@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simm.arena.layout import MAGIC
+from simm.arena.marks.near import COMMIT_NEAR
 from simm.constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from simm.errors import TransportError
 from simm.wire import messages as M
@@ -123,3 +124,14 @@ def test_values_are_stored_in_the_namespace_of_their_client(server: EndpointThre
         with worker.frozen() as store:
             entries = [store.table.entry(store.table.lookup(digest_of(name))) for name in ("default", "another")]
             assert [store.ledger.names[entry.namespace] for entry in entries] == ["default", "another"]
+
+
+def test_what_comes_by_rdma_is_no_near_copy(server: EndpointThread, worker: WorkerThread) -> None:
+    with connection(server) as mine:
+        (grant,) = mine.grant(64)
+        mine.write(grant, bytes(64))
+        commit = M.Commit([(digest_of("value"), grant.number, 64, 0, COMMIT_NEAR, 0)], [])
+        assert mine.channel.call(commit).statuses == [Status.OK]
+        with worker.frozen() as store:
+            store.apply_pending()
+            assert store.table.lookup(digest_of("value")) >= 0 and not store.near.counts["made"]
