@@ -263,19 +263,19 @@ def test_issue_pins_of_the_parts_that_worked_are_released(
         assert grant is not None
         assert session.commit_one(digest_of(key), grant[0], len(OLD), 0, 0, len(OLD), 0) == Status.OK
     monkeypatch.setattr(pins, "_PIN_KEYS", 1)
-    real, asked = session.exchange, []
+    real, asked = session.submit_locked, []
 
-    def exchange(msg: Any, items: int = 1) -> Any:
+    def submit_locked(msg: Any) -> Any:
         asked.append(msg)
         if len(asked) == 2:
             raise DeadlineError("no")
-        return real(msg, items)
+        return real(msg)
 
     session.begin_copy()
-    monkeypatch.setattr(session, "exchange", exchange)
+    monkeypatch.setattr(session, "submit_locked", submit_locked)
     with pytest.raises(DeadlineError):
         session.pin_many([digest_of("one"), digest_of("two")])
-    monkeypatch.setattr(session, "exchange", real)
+    monkeypatch.setattr(session, "submit_locked", real)
     session.end_copy()
     session.flush_unpins()
     with worker.frozen() as arena:
