@@ -143,6 +143,7 @@ class CopyPool:
                     if not job.cancel():
                         job.result()
             except BaseException:
+                ended += (None,)  # here, as another interrupt may come before a function has begun
                 _abandon(running, ended)
                 raise
             if len(jobs) < helpers or failed:

@@ -90,8 +90,7 @@ def ended_within(thread: threading.Thread, seconds: float) -> bool:
     """
     until = time.monotonic() + seconds
     while lives(thread):
-        left = until - time.monotonic()
-        if left <= 0:
+        if (left := until - time.monotonic()) <= 0:
             return False
         time.sleep(min(left, BEAT_S / 10))
     return True
@@ -101,7 +100,8 @@ class _Plain(threading.Condition):
     """A condition whose lock no interrupt leaves taken by a ``with`` statement, which finds functions of C here.
 
     Those of the base class are Python's: what a signal's handler raises in them leaves the lock taken for good. On
-    Python 3.10 that may still be so for a wait with a time limit, whose caller raises within the ``with``.
+    Python 3.10 that may still be so for a wait with a time limit, whose caller raises within the ``with``. Python 3.14
+    may run a handler just behind ``__enter__`` of any lock (CPython issue 148874): nothing here helps there.
     """
 
     __enter__ = property(lambda self: self._lock.__enter__)
@@ -272,11 +272,11 @@ class Pool:
         takes the call back, unless a thread has begun it.
         """
         job: Future[_T] | None = None
-        with self._lock:
-            if self._crew.closed:
-                return None
-            crew = self._crew
-            try:
+        try:
+            with self._lock:
+                if _exiting or self._crew.closed:
+                    return None
+                crew = self._crew
                 job = self._new_job()
                 crew.jobs.add(job)
                 if not _short(crew) or self._start_one(crew) or not _short(crew):
@@ -284,15 +284,15 @@ class Pool:
                     # If the pool was shut down meanwhile, its threads may end before this call.
                     if not crew.closed or not job.cancel():
                         return job
-            except BaseException as exc:
-                taken_back = job is None or job.cancel()
-                if taken_back and job is not None:
-                    crew.jobs.discard(job)
-                if not _lacking(exc):
-                    raise
-                return None if taken_back else job
-            crew.jobs.discard(job)
-            return None
+                crew.jobs.discard(job)
+                return None
+        except BaseException as exc:  # also as the lock is released
+            taken_back = job is None or job.cancel()
+            if taken_back and job is not None:
+                self._crew.jobs.discard(job)
+            if not _lacking(exc):
+                raise
+            return None if taken_back else job
 
     def _start_one(self, crew: _Crew) -> bool:
         """Start a further thread; return whether it works. Raises what a signal's handler raises, and if there is none.
@@ -349,6 +349,8 @@ def _lacking(exc: BaseException) -> bool:
 #: The threads of all pools of this process, until they end. Also of pools that nobody has any more.
 _WORKING: Final[dict[_Member, _Crew]] = {}
 fork.in_child(_WORKING.clear)
+#: Whether this process ends.
+_exiting = False
 
 
 def _work(crew: _Crew, me: _Member) -> None:
@@ -430,7 +432,12 @@ def _end(crew: _Crew, job: Any, error: BaseException) -> None:
 
 
 def _end_pools() -> None:
-    """Let the threads of all pools end what they have, for a while: they are stopped in the middle then."""
+    """Let the threads of all pools end what they have, for a while: they are stopped in the middle then.
+
+    No pool takes a call from now on: before Python 3.12 a thread that is started at the end never says that it runs.
+    """
+    global _exiting
+    _exiting = True
     until = time.monotonic() + EXIT_S
     working = list(_WORKING)  # no other thread comes in between
     for crew in list(_WORKING.values()):

@@ -15,7 +15,7 @@ from typing import Final
 
 from ..errors import DeadlineError, TransportError
 from ..host import fork
-from ..host.threads import Waiters
+from ..host.threads import Waiters, lives
 
 #: An address is used for so long without asking again, seconds.
 KNOWN_S: Final = 5.0
@@ -53,9 +53,11 @@ def dial(address: str, port: int) -> socket.socket:
 class _Question:
     """One that a thread asks the resolver. ``_lock`` is held where it is made, read or changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str, name: _Name) -> None:
         self.over = False
         self.changed = Waiters(_lock)
+        #: It may end before its first statement, for want of memory.
+        self.thread = threading.Thread(target=_ask, args=(host, name, self), name="simm-resolver", daemon=True)
 
 
 class _Name:
@@ -85,11 +87,11 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
         if name.found is not None and time.monotonic() - name.found_at < KNOWN_S:
             return name.found
         asked = name.asked
-        if asked is None:
-            asked = _Question()
+        if asked is None or not (asked.over or lives(asked.thread)):
+            asked = _Question(host, name)
             try:
                 name.asked = asked
-                threading.Thread(target=_ask, args=(host, name, asked), name="simm-resolver", daemon=True).start()
+                asked.thread.start()
             except BaseException as exc:
                 name.asked = None  # the next caller asks again, also after a Ctrl-C here
                 if not isinstance(exc, RuntimeError):  # that is: no thread can be started

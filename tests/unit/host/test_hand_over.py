@@ -537,6 +537,52 @@ def test_issue_a_process_waits_for_calls_of_a_pool_that_nobody_has() -> None:
     assert done.stdout.split() == ["closed"] and not done.stderr
 
 
+def test_issue_a_process_that_ends_starts_no_thread_for_a_pool() -> None:
+    """Before Python 3.12 it waited for ever for the thread, which may not run any more."""
+    source = (
+        "from simm.host.threads import Pool\n"
+        "class Late:\n"
+        "    def __init__(self, show=print):\n"
+        "        self.pool, self.show = Pool(1, 'late'), show\n"
+        "    def __del__(self):\n"
+        "        self.show(self.pool.hand_over(self.show, 'ran'))\n"
+        "late = Late()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout.split() == ["None"] and not done.stderr
+
+
+def test_issue_an_interrupt_as_the_lock_is_released_takes_the_call_back() -> None:
+    """The caller had no job, and the call ran all the same."""
+    pool, go = Pool(1, "taken-back"), threading.Event()
+    busy = pool.hand_over(go.wait)
+    assert busy is not None
+
+    class Interrupting:
+        def __init__(self, lock: Any) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            raise KeyboardInterrupt
+
+    ran: list[int] = []
+    lock = pool._lock
+    pool._lock = Interrupting(lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pool.hand_over(ran.append, 1)
+    pool._lock = lock
+    last = pool.hand_over(ran.append, 2)
+    go.set()
+    assert last is not None
+    last.result(WAIT_S)
+    assert ran == [2] and not pool._jobs
+    pool.shutdown()
+
+
 def test_issue_a_call_that_forks_leaves_the_queued_ones_to_the_parent() -> None:
     """The child's thread went on with its copy of the queue."""
     source = (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from simm.errors import DeadlineError, TransportError
+from simm.host.threads import lives
 from simm.net import addresses
 from simm.net.channel import Channel
 from tests.support.client_values import forked
@@ -88,6 +89,20 @@ def test_while_it_hangs_the_last_address_is_good(resolver: Resolver, monkeypatch
     del resolver.names["host"]
     wait_until(lambda: addresses._names["host"].asked is None, "the question has ended")
     assert addresses.resolve("host", WAIT_S) == (FOUR, "127.0.0.1"), "an error is no other address"
+
+
+def test_issue_a_question_whose_thread_dies_at_once_is_asked_again(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each later call for that host waited its whole deadline, until the process ended."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "run", lambda _: None)
+        with pytest.raises(DeadlineError):
+            addresses.resolve("host", 0.0)
+        question = addresses._names["host"].asked
+        assert question is not None
+        wait_until(lambda: not lives(question.thread), "its thread is dead")
+    assert addresses.resolve("host", WAIT_S) == (FOUR, "127.0.0.1")
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
