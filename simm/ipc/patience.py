@@ -176,7 +176,8 @@ class Patience:
         exchange when all others have ended. If something is raised, the other pieces are closed, which ends what they
         have in flight.
         """
-        self._account(time.monotonic())
+        self._account(now := time.monotonic())
+        self._allow(now)
         every = [_Visit(server, steps) for server, steps in visits]
         waits: dict[Wait, _Visit] = {}
         try:
@@ -189,6 +190,7 @@ class Patience:
                 alone = len(waits) == 1 or all(wait.last for wait in waits)
                 for wait in list(reversed(waits)) if alone else first_over(waits):
                     self._go_on(waits.pop(wait), wait, waits, alone)
+            self._allow(time.monotonic())  # what the last one was allowed is not what is left
         finally:
             for visit in every:
                 visit.steps.close()

@@ -33,6 +33,7 @@ from ..tcp import EXCHANGE_BYTES, EXCHANGE_KEYS, PIECE_BYTES, TcpPath, chunks, j
 from ..worker_path import Target
 
 if TYPE_CHECKING:
+    from ...rdma.remote_arena import RemoteArena
     from .parts import Rows
     from .rdma_ranges import Version
 
@@ -134,7 +135,7 @@ class RemotePins:
         left: Sequence[int] = range(len(wants))
         numbers = [number for number, _ in wants]
         rdma = self.target.rdma
-        if self._check is None and rdma is not None and rdma.down_reason is None and rdma.arena is self._arena:
+        if self._check is None and rdma is not None and rdma.down_reason is None and self._is_of(rdma.arena):
             from .rdma_ranges import read_versions  # the path has loaded it
 
             batch = Batch([self._versions[number][0] for number in numbers], hosted)
@@ -155,8 +156,13 @@ class RemotePins:
         """Whether :meth:`read_rows` may be called: values come by TCP, and nobody has to see them as a whole."""
         rdma = self.target.rdma
         return self._check is None and self.target.bulk and (
-            rdma is None or rdma.down_reason is not None or rdma.arena is not self._arena
+            rdma is None or rdma.down_reason is not None or not self._is_of(rdma.arena)
         )  # fmt: skip
+
+    def _is_of(self, arena: RemoteArena | None) -> bool:
+        """Return whether the values were pinned there. A path that was made anew has another object for the arena."""
+        mine = self._arena
+        return arena is mine or (arena is not None and mine is not None and arena.key == mine.key)
 
     def read_rows(
         self, numbers: Sequence[int], rows: Sequence[Rows], lengths: Sequence[int | None], results: list[int | None]

@@ -14,7 +14,7 @@ from simm.sdk.ops.rdma_ranges import VersionReading
 from simm.sdk.path import PathState
 from tests.support.client_checks import check_staging
 from tests.support.dose import dosed
-from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
 from tests.support.invariants import InvariantViolation
 from tests.support.rdma_script import KEYS, SIZE, Writer, finds_harm, value_of, version_in
 from tests.support.waiting import wait_until
@@ -144,6 +144,22 @@ def test_without_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
             assert writer.put("k", value_of("k", 2, SIZE))
             assert read(pins) is None
             assert read(pins) is None
+
+
+def test_issue_a_path_that_was_made_anew_reads_what_was_pinned_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another object stands for the arena from then on, and so no value of a lease came by RDMA any more."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        filled(cluster, "shm")
+        client = cluster.rdma()
+        until_rdma(client)
+        with client.pin(["k"]) as pins:
+            assert read(pins) == 1 and client.counters["rdma_gets"] == 1
+            before, (target,) = path_of(client), client._router.targets.values()  # type: ignore[union-attr]
+            target.tcp_lost(target.tcp, "for a test")  # type: ignore[arg-type]
+            until_rdma(client)
+            assert path_of(client) is not before and client.get("k") is not None  # it is connected
+            gets = client.counters["rdma_gets"]
+            assert read(pins) == 1 and client.counters["rdma_gets"] == gets + 1
 
 
 def test_without_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

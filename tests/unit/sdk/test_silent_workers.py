@@ -566,6 +566,29 @@ def test_issue_a_first_connection_is_not_charged_with_what_is_lost_beside_it(
     assert len(given) == 1 and abs(given[0] - 0.55 * DEADLINE_S) < 0.02 * DEADLINE_S
 
 
+def test_issue_a_server_that_came_too_late_leaves_the_next_round_its_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh server of the next round was given no time to connect, and counted as down."""
+    began = clock.now
+    monkeypatch.setattr("time.sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
+    healthy: Any = SimpleNamespace(fresh=False, path="tcp")
+    given: list[float] = []
+
+    def answers() -> Steps[None]:
+        yield At(clock, began + 0.58 * DEADLINE_S, clock.now + allowed(DEADLINE_S))
+
+    def visit() -> Steps[None]:
+        given.append(allowed(math.inf))
+        yield from ()
+
+    with Patience(DEADLINE_S) as patience:
+        patience.together([(Coming(clock, began + 0.59 * DEADLINE_S), visit()), (healthy, answers())])
+        assert not given and allowed(math.inf) > 0.5 * DEADLINE_S
+        patience.together([(Coming(clock, clock.now + 0.05 * DEADLINE_S), visit())])
+    assert len(given) == 1
+
+
 @pytest.mark.parametrize("room_s", [0.0, 0.2, 0.45])
 def test_issue_half_a_deadline_is_kept_beside_a_wait_for_room(clock: Clock, room_s: float) -> None:
     """A healthy server waits for room in its first step, then another one loses all that it has."""
