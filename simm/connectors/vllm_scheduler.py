@@ -373,7 +373,8 @@ class SchedulerSide:
         if not self._saves or not self.identities or self._muted:
             return plan
         scheduled = _scheduled(output)
-        if scheduled and self._generation is None:  # nothing is looked for before it is known, if nothing is loaded
+        # Where nothing is loaded no lookup reads it, nor hears of others' resets.
+        if scheduled and (self._generation is None or not self._loads):
             self._read_soon()
         for number, computed, anew in scheduled:
             tracked_or_none = self._requests.get(number)

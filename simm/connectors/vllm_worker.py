@@ -176,6 +176,9 @@ class WorkerSide:
             self._note()
         self._due = plan.loads
         self._known_failures = plan.failures
+        if self._failures != plan.failures or (self._broken and plan.saves):  # its report may have gone with a step
+            with self._lock:
+                self._report.failures, self._report.broken = self._failures, self._broken
         self._idle_step = plan.idle
         self._step_failed = False
         self._await_copies()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simm.connectors.keyspace import Keyspace
 from simm.connectors.vllm_plan import Block, Load, Plan, Report
 from simm.testing import FakeClient
 from tests.support.toy_vllm import FULL, Engine
@@ -230,6 +231,45 @@ def test_issue_a_rank_whose_steps_vllm_does_not_end_stores(engine: Any) -> None:
         rank.run(rank.saving(3, number=3), ValueError("of the model"), ends=False)
     rank.run(rank.saving(4, number=4), ends=False)
     assert not rank.stored(3) and not rank.stored(4)
+
+
+@pytest.mark.parametrize("what", ["failures", "broken"])
+def test_issue_a_report_that_went_with_its_step_is_told_again(engine: Any, what: str) -> None:
+    """vLLM drops what a step says if it raises behind the connector. Nothing was stored then, without a word."""
+    one = engine(layerwise=True)
+    rank = Rank(one)
+    if what == "failures":
+        rank.run(rank.loading("r", number=1))  # its report is lost
+    else:
+        with pytest.raises(ValueError):
+            rank.run(rank.saving(1, number=1), ValueError())
+        rank.side.begin(Plan(number=1, idle=True))
+        rank.side.end()
+        assert rank.side.take_report() is not None  # lost, too
+    rank.side.begin(rank.saving(1, number=2))
+    rank.side.end()
+    report = rank.side.take_report()
+    assert report is not None and (report.failures, report.broken) == ((1, False) if what == "failures" else (0, True))
+
+
+def test_issue_an_engine_that_only_stores_follows_others_resets(engine: Any, client: FakeClient) -> None:
+    """It read the generation once: all that it stored after another engine's reset was found by nobody."""
+    one, other = engine(), engine()
+    one.scheduler._loads = False
+    one.run(list(range(40)))
+    before = one.scheduler._generation
+    other.scheduler.reset()
+    wanted = Keyspace(client, "toy").generation()
+    assert wanted is not None and wanted != before
+
+    def follows() -> bool:
+        one.scheduler._read_again = 0.0
+        one.run([len(seen), *range(40)])
+        seen.append(0)
+        return one.scheduler._generation == wanted
+
+    seen: list[int] = []
+    wait_until(follows, "the engine stores under the generation that others read")
 
 
 def test_issue_a_lookup_that_reads_its_generation_late_is_counted(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
