@@ -68,6 +68,7 @@ def test_others_follow_a_flush_when_the_store_is_back(
     wait_until(lambda: other.generation() != before, "the flush")
     wait_until(lambda: one._thread is None, "the end of the attempts")
     assert other.generation() == one.generation() == f"{attempts[-1]:016x}"
+    wait_until(lambda: caplog.records, "the line, which comes behind that")
     (line,) = caplog.records
     assert (line.levelno, line.name) == (logging.WARNING, "simm.connectors") and "follow the flush of a" in line.message
     del attempts[:]

@@ -398,6 +398,7 @@ def test_ranks_with_the_same_blocks_store_a_part_each(engine: Any, store: FakeSt
     stored = []
     for each in ranks:
         each.scheduler.matched = lambda *_: (0, False)
+        wait_until(lambda scheduler=each.scheduler: scheduler._generation, "a generation")  # type: ignore[misc]
         each.run(PROMPT)
         stored.append(each.worker.take_counts()["blocks_stored"])
     assert sum(stored) == 10 and min(stored) > 0
