@@ -87,7 +87,7 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
         if name.found is not None and time.monotonic() - name.found_at < KNOWN_S:
             return name.found
         asked = name.asked
-        if asked is None or not (asked.over or lives(asked.thread)):
+        if asked is None or not lives(asked.thread):  # one that is over is not noted any more
             asked = _Question(host, name)
             try:
                 name.asked = asked
