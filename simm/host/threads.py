@@ -74,7 +74,7 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
 
 
 def lives(thread: threading.Thread) -> bool:
-    """Return whether a thread that was started has not ended. O(1).
+    """Return whether a thread was started and has not ended. O(1).
 
     Before Python 3.13 a thread counts as ended for good once a signal's handler has raised in its ``is_alive`` or
     ``join``, though it runs. Here that changes nothing.

@@ -162,13 +162,10 @@ class Registrar:
                 self._of, self._due = (of, epoch), time.monotonic() + REGISTER_S
                 self._wanted = epoch, make
                 if self._thread is None or not lives(self._thread):
-                    # It is noted before it is started: it may run after an interrupt, and ends under the lock.
+                    # It is noted before it is started: it may run after an interrupt, and ends under the lock. One that
+                    # could not be started does not live.
                     self._thread = threading.Thread(target=self._run, name="simm-scheme", daemon=True)
-                    try:
-                        self._thread.start()
-                    except Exception:
-                        self._thread = None
-                        raise
+                    self._thread.start()
             finally:
                 self._lock.release()
         except Exception as exc:
