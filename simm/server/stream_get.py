@@ -88,32 +88,32 @@ class Leases:
     def take(
         self, lease: Lease, digests: Sequence[bytes], looked: Sequence[tuple[int, int, Located | None]], *,
         previous: bool,
-    ) -> list[tuple[int, int, int, int, int, int]]:  # fmt: skip
+    ) -> list[tuple[int, int, int, int, int, int, int]]:  # fmt: skip
         """Add values that have been found to a lease, pinned as far as there is room; return PINNED's entries.
 
         ``looked``: (status, epoch with PREVIOUS, location or None) for each. One exchange with the worker.
         """
         lease.used_at = time.monotonic()
         reader = self._keeper.arena()
-        entries: list[tuple[int, int, int, int, int, int]] = []
+        entries: list[tuple[int, int, int, int, int, int, int]] = []
         taken: list[Leased] = []
         values, last = lease.values, lease.last
         most = 0 if reader is None else min(LEASED_KEYS_MAX, reader.geometry.hold_lines // 4)
         for digest, (status, epoch, found) in zip(digests, looked):
             if found is None or reader is None:
-                entries.append((status, 0, 0, 0, epoch, 0))
+                entries.append((status, 0, 0, 0, epoch, 0, 0))
                 continue
-            _, seq, _, length, crc, flags = found
+            slot, seq, _, length, crc, flags = found
             if flags & ~PINNED_FLAGS:
-                entries.append((Status.NOT_FOUND, flags & ENTRY_LARGE, 0, 0, 0, 0))  # its parts can be pinned
+                entries.append((Status.NOT_FOUND, flags & ENTRY_LARGE, 0, 0, 0, 0, 0))  # its parts can be pinned
             elif len(values) >= most - self.keys:
-                entries.append((Status.NO_SPACE, 0, 0, 0, 0, 0))
+                entries.append((Status.NO_SPACE, 0, 0, 0, 0, 0, 0))
             else:
                 last += 1
                 values[last] = leased = Leased(digest, found, reader)
                 self.keys += 1
                 taken.append(leased)
-                entries.append((_OK, flags, length, crc, last, seq))
+                entries.append((_OK, flags, length, crc, last, seq, slot))
         lease.last = last
         if taken and reader is not None:
             self._pin(lease, taken, reader, previous)

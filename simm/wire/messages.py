@@ -389,11 +389,11 @@ class Pin(NamedTuple):
     digests: list[bytes]
 
 
-@message(0x4C, "*BHIIQQ")
+@message(0x4C, "*BHIIQQI")
 class Pinned(NamedTuple):
-    """(status, entry flags, length, crc32, handle or with PREVIOUS an epoch, seq of the slot) per key."""
+    """(status, entry flags, length, crc32, handle or with PREVIOUS an epoch, seq of the slot, slot) per key."""
 
-    entries: list[tuple[int, int, int, int, int, int]]
+    entries: list[tuple[int, int, int, int, int, int, int]]
 
 
 @message(0x4D, "*QH *II")

@@ -220,7 +220,7 @@ class Pinner:
         entries = yield from holder.pin(
             [(batch.numbers[position], batch.digests[position]) for position in positions], previous=bool(how)
         )
-        for position, (status, flags, length, _crc, epoch, _seq) in zip(positions, entries):
+        for position, (status, flags, length, _crc, epoch, _seq, _slot) in zip(positions, entries):
             if status == Status.OK:
                 batch.pins.take(batch.numbers[position], holder, length)
             elif status == Status.NOT_FOUND and flags:

@@ -25,6 +25,7 @@ from ...ipc.steps import Steps
 from ...net.allowance import allowed
 from ...net.channel import Channel, ChannelWait
 from ...rpc import batches
+from ...slab import SLOTS_MAX
 from ...wire import messages as M
 from ...wire.messages import Status
 from ..batch import UNAVAILABLE, Batch
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("simm.client")
 
 #: What PINNED says of a value.
-Entry = tuple[int, int, int, int, int, int]
-_NOWHERE: Entry = (Status.UNAVAILABLE, 0, 0, 0, 0, 0)
+Entry = tuple[int, int, int, int, int, int, int]
+_NOWHERE: Entry = (Status.UNAVAILABLE, 0, 0, 0, 0, 0, 0)
 
 
 class RemotePins:
@@ -100,11 +101,13 @@ class RemotePins:
                     channel.fail("the server answered PIN with something else")
                 if any(entry[0] == Status.OK and not 0 < entry[2] <= VALUE_BYTES_MAX for entry in answer.entries):
                     channel.fail("the server pinned a value of a length that none has")
+                if any(entry[6] >= SLOTS_MAX for entry in answer.entries):
+                    channel.fail("the server pinned a value in a slot that no arena has")
                 entries += answer.entries
-                for (value, digest), (status, flags, length, crc, handle, seq) in zip(part, answer.entries):
+                for (value, digest), (status, flags, length, crc, handle, seq, slot) in zip(part, answer.entries):
                     if status == Status.OK:
                         self._values[value] = handle, flags, length, crc
-                        self._versions[value] = digest, (seq, length, crc)
+                        self._versions[value] = digest, (slot, seq, length, crc)
         return entries + [_NOWHERE] * (len(keys) - len(entries))
 
     def read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:

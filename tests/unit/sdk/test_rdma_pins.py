@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from simm.arena.hashing import sets_of
+from simm.arena.layout import SLOT_WORDS
 from simm.client import Client
+from simm.constants import NO_SLOT, VALUE_BYTES_MAX, WAYS
 from simm.host.buffers import Span
+from simm.rdma.remote_arena import CachedEntry
 from simm.sdk.ops.rdma_ranges import VersionReading
 from simm.sdk.path import PathState
+from simm.server.stream_get import Leases
+from simm.slab import SLOTS_MAX
 from tests.support.client_checks import check_staging
 from tests.support.dose import dosed
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
@@ -131,6 +138,69 @@ def test_by_rdma_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             assert writer.put("k", value_of("k", 2, SIZE))
             assert read(pins) is None
             assert client.counters["rdma_gets"] == 1
+
+
+def replaced_elsewhere(cluster: FakeRdmaCluster, client: Client, writer: Client) -> None:
+    """Store ``k`` anew in its other set, in a slot whose seq is the one that its first slot had."""
+    digest, sets = client.digest("k"), cluster.node.worker.store.geometry.sets
+    first, second = sets_of(digest, sets)
+
+    def place() -> tuple[int, int]:
+        with cluster.node.worker.frozen() as store:
+            slot = store.table.lookup(digest)
+            return slot, store.table._words[slot * SLOT_WORDS]
+
+    before = place()
+    names = (f"n{number}" for number in itertools.count())
+    neighbour = next(name for name in names if sets_of(client.digest(name), sets)[0] == first)
+    assert writer.delete("k") and writer.put(neighbour, b"in its place")
+    assert writer.put("k", value_of("k", 2, SIZE))
+    after = place()
+    assert before[0] // WAYS == first and after[0] // WAYS == second and before[1] == after[1], "nothing was shown"
+
+
+@pytest.mark.parametrize(("path", "version"), [("rdma,tcp", 1), ("rdma", None)])
+def test_issue_another_slot_with_the_same_seq_has_another_version(
+    monkeypatch: pytest.MonkeyPatch, path: str, version: int | None
+) -> None:
+    """Each slot counts by itself, and the lengths are the same, as are the crcs of clients without checksums."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client, writer = filled(cluster, path), cluster.client("shm")
+        until_rdma(client)
+        with client.pin(["k"]) as pins:
+            assert read(pins) == 1 and client.counters["rdma_gets"] == 1
+            replaced_elsewhere(cluster, client, writer)
+            assert read(pins) == version and client.counters["rdma_gets"] == 1
+
+
+def test_mutation_versions_without_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def same(reading: VersionReading, position: int, entry: CachedEntry) -> bool:
+        return (int.from_bytes(entry.image[:8], "little"), entry.length, entry.crc) == reading._versions[position][-3:]
+
+    monkeypatch.setattr(VersionReading, "_is_wanted", same)
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client, writer = filled(cluster, "rdma,tcp"), cluster.client("shm")
+        until_rdma(client)
+        with client.pin(["k"]) as pins:
+            replaced_elsewhere(cluster, client, writer)
+            assert read(pins) == 2
+
+
+@pytest.mark.parametrize(("field", "value"), [(2, 0), (2, VALUE_BYTES_MAX + 1), (6, SLOTS_MAX), (6, NO_SLOT)])
+def test_what_no_arena_has_ends_the_lease(monkeypatch: pytest.MonkeyPatch, field: int, value: int) -> None:
+    take = Leases.take
+
+    def taken(*arguments: Any, **more: Any) -> list[Any]:
+        return [(*each[:field], value, *each[field + 1 :]) for each in take(*arguments, **more)]
+
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        filled(cluster, "shm")
+        client = cluster.client("tcp")
+        assert client.exists("k")
+        monkeypatch.setattr(Leases, "take", taken)
+        with client.pin(["k"]) as pins:
+            assert pins.lengths == [None] and client.counters["outages"] == 1
+        wait_until(lambda: cluster.node.stream.stream.leases.keys == 0, "the lease has ended")
 
 
 def test_without_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

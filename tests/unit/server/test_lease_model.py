@@ -112,7 +112,7 @@ class Model:
 
     def pin(self, client: Client) -> None:
         keys = self.rng.choices(KEYS, k=self.rng.randint(1, 5))
-        for key, (status, _, length, _, handle, _) in zip(keys, client.channel.call(M.Pin(0, keys)).entries):
+        for key, (status, _, length, _, handle, *_) in zip(keys, client.channel.call(M.Pin(0, keys)).entries):
             if status == Status.NOT_FOUND:
                 self.note_evicted()  # grants that are made ahead of need may have evicted it
             value = self.values.get(key)
