@@ -63,6 +63,10 @@ REOPEN_S: Final = 10.0
 ANOTHER_ARENA: Final = "the worker has another arena"
 
 
+class ArenaGone(FabricError):
+    """The arena that was to be registered is not there any more. Nothing is wrong with the devices."""
+
+
 class Devices:
     """The rails of one endpoint with its arena registered on them.
 
@@ -89,6 +93,7 @@ class Devices:
         self.fabric: Fabric | None = None
         self.registration: ArenaRegions | None = None
         self.windows: WindowPool | None = None
+        #: How often the devices have failed: with ``--rdma on`` the server ends if they do before RDMA was ready.
         self.opens_failed = 0
         #: Why a queue pair could not be made: the devices may have gone.
         self.suspect = ""
@@ -119,7 +124,7 @@ class Devices:
             if self._loop.now >= self._open_at:
                 self._open()
         elif not self.has(self._keeper.reader):
-            self._lost(ANOTHER_ARENA)
+            self._lost(ANOTHER_ARENA, failed=False)
             self._open_at = 0.0  # nothing is wrong with the devices
         elif self.suspect and not in_use:
             self._lost(self.suspect)
@@ -149,7 +154,7 @@ class Devices:
             self.registration = ArenaRegions(arena, found.rails, windows=windows, piece_bytes=self._piece_bytes)
             self.windows = WindowPool(self.registration) if windows else None
         except FabricError as exc:
-            self._lost(str(exc))
+            self._lost(str(exc), failed=not isinstance(exc, ArenaGone))
             return
         self._not_ready("registering")
         self._register(self.registration)
@@ -173,9 +178,9 @@ class Devices:
             "chunks are written by memory windows" if registration.windows else "clients may write all of the data",
         )  # fmt: skip
 
-    def _lost(self, reason: str) -> None:
-        """Close the devices and everything made on them, and try again later."""
-        self.opens_failed += 1
+    def _lost(self, reason: str, *, failed: bool = True) -> None:
+        """Close the devices and everything made on them, and try again later. ``failed``: the devices are to blame."""
+        self.opens_failed += failed
         self._not_ready(reason)
         self._open_at = self._loop.clock() + REOPEN_S
         self._on_lost(reason)
@@ -313,8 +318,6 @@ class WindowPool:
 
 
 PIECE_BYTES: Final = 1 << 30
-#: An answer to RDMA_OPEN has 36 bytes for each region, and a frame a MiB.
-REGIONS_MAX: Final = 16_384
 
 
 class Piece(NamedTuple):
@@ -332,7 +335,8 @@ def map_meta(arena: ArenaReader) -> NDArray[np.uint64]:
     """Map header, shards and slots once more, writable, though nothing is stored there.
 
     Up to Linux 6.1 pages of a read-only shared map cannot be pinned, not even for reading (EFAULT): the kernel asks for
-    writable ones and overrides that for private maps only. Raises FabricError if the segment is another one now.
+    writable ones and overrides that for private maps only. Raises FabricError, ArenaGone if there is no such
+    segment any more or it is another one now.
     """
     try:
         segment = AttachedSegment.open(arena.name, writable=True)
@@ -341,9 +345,10 @@ def map_meta(arena: ArenaReader) -> NDArray[np.uint64]:
         finally:
             segment.close()  # the map stays with its view
     except SegmentError as exc:
-        raise FabricError(str(exc)) from exc
+        gone = isinstance(exc.__cause__, FileNotFoundError)
+        raise (ArenaGone if gone else FabricError)(str(exc)) from exc
     if int(meta[Word.INCARNATION]) != arena.incarnation:
-        raise FabricError(f"{arena.name} is another arena now")
+        raise ArenaGone(f"{arena.name} is another arena now")
     return meta
 
 
@@ -396,16 +401,16 @@ class ArenaRegions:
             if most <= 0:
                 raise FabricError(f"{rail.name} registers no more than {rail.limits.region_bytes} bytes at a time")
             # A device's limit cannot be helped; our own gives way before an arena has too many pieces.
-            enough = REGIONS_MAX // (2 * len(rails))
+            enough = R.RDMA_REGIONS_MAX // (2 * len(rails))
             while arena.geometry.size // most > enough and most * 2 <= rail.limits.region_bytes:
                 most *= 2
             self._most.append(most)
             self._data.append([])
             self._todo += [(number, piece) for piece in pieces(arena, self._meta, windows=windows, most=most)]
-        if len(self._todo) > REGIONS_MAX:
+        if len(self._todo) > R.RDMA_REGIONS_MAX:
             raise FabricError(
-                f"{len(self._todo)} regions would be needed, {REGIONS_MAX} are possible: the devices register no more "
-                f"than {min(self._most)} bytes at a time"
+                f"{len(self._todo)} regions would be needed, {R.RDMA_REGIONS_MAX} are possible: the devices "
+                f"register no more than {min(self._most)} bytes at a time"
             )
         self.total_bytes = sum(piece.length for _, piece in self._todo)
 

@@ -38,6 +38,8 @@ class RdmaRegion(NamedTuple):
 
 #: Keys in one RDMA_GRANTED: those of the grants of one answer, by each link.
 RDMA_KEYS_MAX: Final = 1 << 16
+#: Regions in one RDMA_OPENED, those of all rails: each has 32 bytes of a frame's MiB.
+RDMA_REGIONS_MAX: Final = 1 << 14
 #: Bit of RdmaRegion.flags: ``rkey`` allows WRITEs.
 REGION_WRITABLE: Final = 1
 #: Bit of RdmaOpened.flags: the client writes each chunk with the rkey that came with its grant.
@@ -51,7 +53,7 @@ class RdmaOpen(NamedTuple):
     flags: int
 
 
-@message(0x51, "Q Q I [RdmaRail] [RdmaRegion]")
+@message(0x51, "Q Q I [RdmaRail] [RdmaRegion]", regions=RDMA_REGIONS_MAX)
 class RdmaOpened(NamedTuple):
     """The segment's size, its worker's incarnation, the server's rails, and the arena's regions on each."""
 

@@ -17,6 +17,7 @@ from tests.support.wire_samples import STRUCTURE_TYPES, TYPES, filled, lists_of,
 #: Lists whose bound is not ``BATCH_KEYS_MAX``, and how long they may be. None of them is in a client's request.
 LONGER = {
     "Committed.grants": 2 * BATCH_KEYS_MAX, "Granted.grants": 2 * BATCH_KEYS_MAX, "RdmaGranted.keys": 1 << 16,
+    "RdmaOpened.regions": 1 << 14,
     "MapReply.previous": SHARD_COUNT, "MapOffer.previous": SHARD_COUNT, "Timed.spans": SPANS_MAX,
 }  # fmt: skip
 

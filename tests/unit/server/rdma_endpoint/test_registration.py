@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from simm.arena.layout import MAGIC
+from simm.arena.reader import ArenaReader
 from simm.errors import TransportError
 from simm.net.channel import Refused
 from simm.rdma.api import Absence, Fabric, FabricError
+from simm.rpc import Connection, decode, encode
 from simm.server import rdma_devices as devices_module
-from simm.server.rdma_devices import ArenaRegions, map_meta, pieces
+from simm.server.rdma_devices import ArenaGone, ArenaRegions, map_meta, pieces
+from simm.server.rdma_supervisor import Endpoints, EndpointState
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.messages import Status
@@ -207,6 +213,70 @@ def replace(worker: WorkerThread, other: WorkerThread) -> None:
     worker.die()
     other.path = worker.path
     other.start()
+
+
+def test_issue_another_arena_is_no_failure_of_the_devices(
+    worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``--rdma on`` the server would end, if it comes while the first one is registered."""
+    step, mapped = ArenaRegions.step, devices_module.map_meta
+    names: list[str] = []
+    begun = threading.Event()
+
+    def stepping(self: ArenaRegions) -> bool:
+        """Register nothing of the first arena."""
+        if self.arena.name != names[0]:
+            return step(self)
+        begun.set()
+        return True
+
+    def mapping(arena: ArenaReader) -> Any:
+        """Map each arena, but the second one at the second try."""
+        names.append(arena.name)
+        if len(names) == 2:
+            raise ArenaGone("its segment has been removed")
+        return mapped(arena)
+
+    monkeypatch.setattr(ArenaRegions, "step", stepping)
+    monkeypatch.setattr(devices_module, "map_meta", mapping)
+    monkeypatch.setattr(devices_module, "REOPEN_S", 0.05)
+    gave_up: list[str] = []
+    supervisor = Endpoints(
+        SimpleNamespace(rdma="on"), None, None, on_ready=lambda: None, give_up=gave_up.append  # type: ignore[arg-type]
+    )
+    state = EndpointState(0, None)  # type: ignore[arg-type]
+
+    def told(stats: dict[str, Any]) -> bool:
+        supervisor._on_message(state, M.StatsReply(json.dumps({**stats, "counted": {}}).encode()), 0)
+        return bool(stats["ready"])
+
+    with WorkerThread() as other, EndpointThread(worker.path, network, piece_bytes=1 << 20) as server:
+        assert begun.wait(120.0)
+        replace(worker, other)
+        assert server.until(told, "ready")["opens_failed"] == 0
+        assert len(set(names)) == 2 and names[1] == names[2] and not gave_up and state.was_ready
+
+
+def test_issue_an_arena_of_many_regions_can_be_opened(network: FakeNetwork) -> None:
+    """More than a list of a message has unless it says so."""
+    with (
+        WorkerThread(8 << 20) as worker,
+        EndpointThread(worker.path, network, [f"s{number}" for number in range(11)], piece_bytes=16_384) as server,
+        contextlib.closing(server.ready().channel()) as channel,
+    ):
+        opened = channel.call(R.RdmaOpen(0))
+        registration = server.endpoint.devices.registration
+        assert registration is not None and opened.regions == registration.regions and len(opened.regions) > 4097
+
+
+def test_an_answer_has_room_for_all_regions() -> None:
+    rails = [R.RdmaRail(bytes(16), 0, 4096, 16, "r" * 64)] * 64
+    regions = [R.RdmaRegion(0, 0, 1 << 40, 1 << 30, 1 << 47, 7)] * R.RDMA_REGIONS_MAX
+    opened = R.RdmaOpened(1 << 44, 1, 0, rails, regions)
+    frames = Connection()
+    frames.receive_data(encode(opened))
+    frame = frames.next_frame()
+    assert frame is not None and decode(frame) == opened
 
 
 def test_issue_the_worker_comes_back_with_another_arena(
