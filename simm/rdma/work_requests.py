@@ -12,7 +12,7 @@ import ipaddress
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from .api import FENCED_READ, READ, Access, FabricError, Op, QueuePairAddress
@@ -243,28 +243,43 @@ def forget_lock() -> None:
     _channel_lock = threading.Lock()
 
 
-def _event_files() -> set[int]:
-    """Return the descriptors of this process that are RDMA event files."""
+def _descriptors() -> set[str]:
+    """Return the descriptors of this process by name, but for the lowest free one, which the listing itself has.
+
+    Raises OSError.
+    """
+    names = set(os.listdir("/proc/self/fd"))
+    lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.close(lowest)
+    return names - {str(lowest)}
+
+
+def _event_files(names: Iterable[str]) -> set[int]:
+    """Return which of these descriptors are RDMA event files. One system call for each of them."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in names:
         try:
             if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
                 found.add(int(name))
         except OSError:
-            continue  # closed meanwhile, or the descriptor of the listing itself
+            continue  # closed meanwhile
     return found
 
 
 def make_channel(library: Library, context: Any, stack: Stack) -> tuple[Any, int]:
-    """Return a new completion channel and its descriptor, which is non-blocking. Raises FabricError."""
+    """Return a new completion channel and its descriptor, which is non-blocking. Raises FabricError.
+
+    O(open descriptors), but only those that have appeared are looked at: an engine has thousands.
+    """
     with _channel_lock:
         for _ in range(_CHANNEL_TRIES):
             try:
-                before = _event_files()
+                before = set() if hasattr(library.CompChannel, "fd") else _descriptors()
                 made = stack.make("a completion channel", lambda: library.CompChannel(context))
                 fd = getattr(made, "fd", None)
-                # Another library in this process may have made one at the same time; then try again.
-                new = {fd} if isinstance(fd, int) else _event_files() - before
+                # Another library in this process may have made one at the same time; then try again. So does one whose
+                # number another thread's descriptor had at first.
+                new = {fd} if isinstance(fd, int) else _event_files(_descriptors() - before)
                 if len(new) == 1:
                     number = new.pop()
                     os.set_blocking(number, False)

@@ -5,6 +5,7 @@ Every failure is a FabricError, which ends the connection and no more: an error 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -207,16 +208,64 @@ def test_issue_a_channel_that_cannot_be_used_is_closed(
     kind: type[Closing], rail: ScriptedRail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt would cost a descriptor, which may be what there are too few of."""
-    looks: list[set[int] | OSError] = [set(), OSError(24, "Too many open files")]
+    looks: list[set[str] | OSError] = [set(), OSError(24, "Too many open files")]
 
-    def files() -> set[int]:
+    def files() -> set[str]:
         found = looks.pop(0)
         if isinstance(found, OSError):
             raise found
         return found
 
-    monkeypatch.setattr(work_requests, "_event_files", files)
+    monkeypatch.setattr(work_requests, "_descriptors", files)
     rail.library.CompChannel = lambda _context: kind(rail)
     with pytest.raises(FabricError, match="cannot tell a completion channel's descriptor"):
         rail.queue_pair()
     assert rail.closed == [kind.__name__]
+
+
+class Events(Closing):
+    """A completion channel that does not say its descriptor."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__(library)
+        self._file = os.memfd_create("[infinibandevent]")
+
+    def close(self) -> None:
+        super().close()
+        os.close(self._file)
+
+
+def test_issue_only_descriptors_that_have_appeared_are_looked_at(
+    rail: ScriptedRail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine has thousands of them, and the endpoint one for each client: each would cost a system call."""
+    opened = [os.eventfd(0) for _ in range(300)] + [os.memfd_create("[infinibandevent]")]
+    looked: list[str] = []
+    real = os.readlink
+
+    def look(path: str) -> str:
+        looked.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "readlink", look)
+    os.close(opened.pop(7))  # there is a number below the last one that is free
+    made: list[Events] = []
+
+    def making(_context: Any) -> Events:
+        if not made:  # another library makes one at the same time
+            opened.append(os.memfd_create("[infinibandevent]"))
+        made.append(Events(rail))
+        return made[-1]
+
+    library: Any = rail.library
+    library.CompChannel = making
+    stack = work_requests.Stack(library)
+    try:
+        channel, fd = work_requests.make_channel(library, None, stack)
+        assert channel is made[1] and fd == made[1]._file and not os.get_blocking(fd)
+        assert len(made) == 2 and rail.closed == ["Events"], "two had appeared: it was made again"
+        assert len(looked) < 20, "others may open and close some meanwhile"
+    finally:
+        stack.close()
+        for each in opened:
+            os.close(each)
