@@ -270,7 +270,7 @@ def choose(node: int, known: Sequence[Port], *, named: Sequence[Port] | None = N
     ``named`` restricts the choice. O(ports).
     """
     usable = [port for port in known if not port.trouble and (named is None or port in named)]
-    near = [port for port in usable if port.numa == node]
+    near = [port for port in usable if port.numa == node >= 0]
     unbound = [port for port in usable if port.numa < 0]
     pool, relation = next(
         (

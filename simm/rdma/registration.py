@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..errors import TransportError
-from ..host import fork
+from ..host import fork, numa
 from ..host.buffers import DeviceBuffer, Span
 from .api import Absence, Access, Fabric, FabricError, QueuePair, Rail, Region
 
@@ -200,7 +200,7 @@ def close_dropped() -> None:
 def _open(devices: str) -> Fabric | Absence:
     from .. import verbs  # which loads pyverbs
 
-    return verbs.open_fabric(devices or None)
+    return verbs.open_fabric(devices or None, numa=numa.own_node())
 
 
 #: What opens a fabric for a setting of devices ("" for the default). Tests put a fabric in software here.

@@ -12,7 +12,9 @@ import pytest
 
 from simm import verbs
 from simm.errors import ConfigError
+from simm.host import numa
 from simm.rdma import ports as rdma_ports
+from simm.rdma import registration
 from simm.rdma.api import Absence, Limits
 from simm.tools import topo
 
@@ -152,6 +154,8 @@ def test_rails_near_to_no_node_come_before_those_of_others(tmp_path: Path) -> No
     known = rdma_ports.ports(str(tmp_path))
     assert [verdict.port.device for verdict in rdma_ports.choose(0, known) if verdict.used] == ["rxe0"]
     assert [verdict.port.device for verdict in rdma_ports.choose(1, known) if verdict.used] == ["mlx5_0"]
+    why = {verdict.port.device: verdict.why for verdict in rdma_ports.choose(-1, known)}
+    assert why["mlx5_0"] == "on node 1" and why["rxe0"].startswith("near to no node in particular, ")
 
 
 def test_devices_by_name(tmp_path: Path) -> None:
@@ -203,6 +207,34 @@ def test_topo_tells_what_a_client_would_use(tmp_path: Path, monkeypatch: pytest.
     assert (
         topo.table(found).splitlines()[-1] == "a client started here (bound to no single node) uses mlx5_0:1, mlx5_1:1"
     )
+
+
+@pytest.mark.parametrize("cards", [(0, 1), (0, 0), (0, -1)])
+@pytest.mark.parametrize("cpus", [{0}, {4, 5}, {3, 4}])
+def test_issue_a_client_uses_the_rails_that_topo_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: set[int], cards: tuple[int, int]
+) -> None:
+    """Those of the node that it is bound to, as far as that has any."""
+    two_nodes(tmp_path)
+    for number, node in enumerate(cards):
+        device(tmp_path, f"mlx5_{number}", [(V4, V2)], numa=node)
+    root, nodes = str(tmp_path), numa.nodes
+    monkeypatch.setattr(numa, "nodes", lambda _root="/": nodes(root))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
+    opened: list[str] = []
+
+    def open_fabric(devices: str | None = None, *, numa: int = -1) -> Absence:
+        found = rdma_ports.usable(devices, numa, {}, root)
+        assert not isinstance(found, Absence)
+        opened.extend(port.name for port in found[0])
+        return Absence("not here", "elsewhere")
+
+    monkeypatch.setattr(verbs, "open_fabric", open_fabric)
+    assert isinstance(registration._open(""), Absence)
+    assert opened == topo.collect(None, root)["client"]["rails"]
+    if cards == (0, 1):
+        assert opened == {0: ["mlx5_0:1"], 1: ["mlx5_1:1"], -1: ["mlx5_0:1", "mlx5_1:1"]}[numa.own_node()]
+    assert opened, "without a card of its own a node uses another one's"
 
 
 def test_topo_shows_every_gid_and_marks_the_one_in_use(tmp_path: Path) -> None:
