@@ -229,7 +229,10 @@ _idle: dict[int, list[_Stream]] = {}
 class InFlightCopies:
     """Copies that are in flight together; for one thread, from the first one to :meth:`wait`."""
 
-    __slots__ = ("_current", "_driver", "_followed", "_gathers", "_last", "_pinned", "_streams", "_unfinished")
+    __slots__ = (
+        "_before", "_changed", "_current", "_driver", "_followed", "_gathers", "_last", "_pinned", "_streams",
+        "_unfinished",
+    )  # fmt: skip
 
     def __init__(self, driver: Driver, *, alone: bool = False) -> None:
         """``alone``: there will be one copy, so that nothing is gathered."""
@@ -238,7 +241,10 @@ class InFlightCopies:
         self._streams: dict[int, _Stream] = {}
         #: (device, stream) of callers that these copies come after already.
         self._followed: set[tuple[int, int]] = set()
-        #: Device whose context is pushed; -1 for none.
+        #: The thread's context when the first copy began, -1 until then; and whether another one may be current.
+        self._before = -1
+        self._changed = False
+        #: Device whose context is current; -1 if that is unknown.
         self._current = -1
         #: Memory that copies go straight from or to: mostly one, so a list is cheaper than a set.
         self._pinned: list[Pinned] = []
@@ -250,10 +256,13 @@ class InFlightCopies:
     def _on(self, device: int) -> None:
         """Make the device's context the current one."""
         if self._current != device:
-            if self._current >= 0:
-                self._driver.pop()
-                self._current = -1
-            self._driver.push(device)
+            context = self._driver.primary(device)
+            if self._before < 0:
+                self._before = self._driver.context()
+            self._current = -1
+            if self._changed or context != self._before:
+                self._changed = True  # before the call: an interruption may come after it
+                self._driver.set_context(context)
             self._current = device
 
     def _stream(self, buffer: DeviceBuffer) -> _Stream:
@@ -331,12 +340,13 @@ class InFlightCopies:
                     idle.append(stream)
                 else:
                     stream.close()
-        if self._current >= 0:
+        if self._changed:
             self._current = -1
             try:
-                self._driver.pop()
+                self._driver.set_context(self._before)
             except CudaError as exc:
                 self._unfinished = self._unfinished or str(exc)
+            self._changed = False  # after the call: if an interruption comes first, the next wait makes it once more
         try:
             if self._unfinished is not None:
                 raise UnfinishedCopy(f"a copy to or from a GPU cannot be waited for: {self._unfinished}")

@@ -5,7 +5,8 @@ toolkit nor torch. SiMM shares the engine's *primary contexts* (one for each GPU
 pointers of both are valid for both. A context is retained once and kept until the process ends.
 
 * Several functions exist twice. The one without ``_v2`` takes 32-bit sizes; ctypes must name the other.
-* The current context belongs to a thread and to the code that set it. :meth:`Driver.current` restores it.
+* The current context belongs to a thread and to the code that set it. :meth:`Driver.current` restores it. That sets
+  the one that there was, and pops nothing, so where an interruption leaves open whether it is done, it is done again.
 * Errors are sticky: after a kernel of the engine's has failed, every call fails, by one exception (:class:`CudaError`).
 * The driver does not survive a fork. :func:`load`, and each call of a child's :class:`Driver`, refuse there.
 * ``ctypes.CDLL`` releases the GIL for each call, so those that wait do not stop the engine.
@@ -102,6 +103,8 @@ FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "device_attribute": ("cuDeviceGetAttribute", (_int_p, _int, _int)),
     "retain": ("cuDevicePrimaryCtxRetain", (_handle_p, _int)),
     "release": ("cuDevicePrimaryCtxRelease_v2", (_int,)),
+    "context_get": ("cuCtxGetCurrent", (_handle_p,)),
+    "context_set": ("cuCtxSetCurrent", (_handle,)),
     "push": ("cuCtxPushCurrent_v2", (_handle,)),
     "pop": ("cuCtxPopCurrent_v2", (_handle_p,)),
     "context_synchronize": ("cuCtxSynchronize", ()),
@@ -232,12 +235,34 @@ class Driver:
         self._call("device_get", ctypes.byref(device), ordinal)
         return device.value
 
-    def push(self, device: int) -> None:
-        """Make the device's primary context this thread's current one; :meth:`pop` it in the same thread."""
+    def primary(self, device: int) -> int:
+        """Return the device's primary context."""
         context = self._contexts.get(device)
-        if context is None:
-            context = self._retain(device)
-        self._call("push", context)
+        return context if context is not None else self._retain(device)
+
+    def context(self) -> int:
+        """Return this thread's current context, 0 for none."""
+        handle = ctypes.c_void_p()
+        self._call("context_get", ctypes.byref(handle))
+        return handle.value or 0
+
+    def set_context(self, context: int) -> None:
+        """Make a context this thread's current one in the place of that which is, or none with 0. Twice is harmless."""
+        self._call("context_set", context)
+
+    def restore(self, context: int) -> None:
+        """Do :meth:`set_context` also if an interruption comes before the call."""
+        try:
+            self.set_context(context)
+        except CudaError:
+            raise
+        except BaseException:
+            self.set_context(context)
+            raise
+
+    def push(self, device: int) -> None:
+        """Make the device's primary context this thread's current one, and :meth:`pop` it: for benchmarks and tests."""
+        self._call("push", self.primary(device))
 
     def pop(self) -> None:
         """Give the thread back the context that it had."""
@@ -246,11 +271,14 @@ class Driver:
     @contextlib.contextmanager
     def current(self, device: int) -> Iterator[None]:
         """Make the device's primary context this thread's current one for the block."""
-        self.push(device)
+        before, primary = self.context(), self.primary(device)
         try:
+            if primary != before:
+                self.set_context(primary)
             yield
         finally:
-            self.pop()
+            if primary != before:
+                self.restore(before)
 
     def _retain(self, device: int) -> int:
         with self._lock:

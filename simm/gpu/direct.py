@@ -119,10 +119,11 @@ class DeviceRegistration(Registration):
         why: list[str] = []
         try:
             driver = cuda.load()
-            driver.push(self.device)
+            before, primary = driver.context(), driver.primary(self.device)
         except CudaError as exc:
             raise FabricError(str(exc)) from exc
         try:
+            driver.set_context(primary)
             if driver.managed(self.address):
                 raise FabricError("managed memory moves between host and GPU")
             for name, attempt in _WAYS:
@@ -142,7 +143,7 @@ class DeviceRegistration(Registration):
             raise FabricError(str(exc)) from exc
         finally:
             with contextlib.suppress(CudaError):
-                driver.pop()
+                driver.restore(before)
         raise FabricError("; ".join(why))
 
     def _complain(self, rail: Rail, exc: FabricError) -> None:

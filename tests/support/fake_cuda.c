@@ -139,6 +139,16 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
 
 API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) { ENTER; contexts[device].retained--; LEAVE(OK); }
 
+API CUresult cuCtxGetCurrent(CUcontext *context) { ENTER; *context = depth ? stack[depth - 1] : NULL; LEAVE(OK); }
+
+API CUresult cuCtxSetCurrent(CUcontext context) {
+    ENTER;
+    if (context && (context < contexts || context >= contexts + DEVICES || !context->retained)) LEAVE(INVALID_CONTEXT);
+    if (depth) depth--;
+    if (context) stack[depth++] = context;
+    LEAVE(OK);
+}
+
 API CUresult cuCtxPushCurrent_v2(CUcontext context) {
     ENTER;
     if (context < contexts || context >= contexts + DEVICES || !context->retained || depth == DEPTH) LEAVE(INVALID_CONTEXT);

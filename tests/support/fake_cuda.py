@@ -365,6 +365,19 @@ class FakeCuda:
         self.retained[_plain(device)] -= 1
         return OK
 
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        stack = self._contexts()
+        _put(context, stack[-1] if stack else None)
+        return OK
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        """Replace the top of the stack; with no context, pop it."""
+        number, stack = _plain(context), self._contexts()
+        if number and (not 1 <= number <= self.devices or not self.retained[number - 1]):
+            return INVALID_CONTEXT
+        stack[-1:] = [number] if number else []
+        return OK
+
     def cuCtxPushCurrent_v2(self, context: Any) -> int:
         number = _plain(context)
         if not 1 <= number <= self.devices or not self.retained[number - 1]:

@@ -424,14 +424,15 @@ def test_a_failing_gpu_is_an_outage(fake: FakeCuda, cluster: Any, path: str, nam
         spans = [span_of(fake, 0, 9000, value) for value in values]
         assert client.put_many(keys, spans) == [True] * count
         before = grants_of(client) if path == "shm" else 0
-        for name, wrong in (("cuMemcpyDtoHAsync_v2", 1), ("cuCtxPushCurrent_v2", 700)):
+        for name, wrong in (("cuMemcpyDtoHAsync_v2", 1), ("cuCtxSetCurrent", 700)):
             fake.fail_next(name, [wrong])
             assert client.put_many([f"failed {key}" for key in keys], spans) == [False] * count
             assert fake.failing.pop(name) == []
-        for name, wrong in (("cuMemcpyHtoDAsync_v2", 1), ("cuCtxPushCurrent_v2", 700)):
+        for name, wrong in (("cuMemcpyHtoDAsync_v2", 1), ("cuCtxSetCurrent", 700)):
             outages = client.counters["outages"]
-            # By TCP new staging memory is registered first, as the failure before has dropped the old one.
-            failures = [wrong] * (2 if (path, name) == ("tcp", "cuCtxPushCurrent_v2") else 1)
+            # By TCP new staging memory is registered first, as the failure before has dropped the old one: the context
+            # is set for that, and set back.
+            failures = [wrong] * (3 if (path, name) == ("tcp", "cuCtxSetCurrent") else 1)
             fake.fail_next(name, list(failures))
             assert client.get_into_many(keys, spans) == [None] * count
             assert client.counters["outages"] - outages == count

@@ -304,11 +304,11 @@ def test_memory_that_no_way_takes(fake: FakeCuda, caplog: pytest.LogCaptureFixtu
         fake.failing["cuPointerGetAttribute"] = [999]
         assert span_in(fake).registration.lkey(Rail("mlx5_2")) is None
         span = span_in(fake)
-        monkey, fake.failing["cuCtxPushCurrent_v2"] = span, [999]
+        monkey, fake.failing["cuCtxSetCurrent"] = span, [999]
         assert monkey.registration.lkey(Rail("mlx5_3")) is None
     said = [record.message for record in caplog.records]
     assert [line.split(" (", 1)[0] for line in said] == [f"GPU 1 over mlx5_{number}: staged" for number in range(4)]
-    for line, why in zip(said, ("wait for its own copies", "managed memory", "cuPointerGetAttribute", "cuCtxPush")):
+    for line, why in zip(said, ("wait for its own copies", "managed memory", "cuPointerGetAttribute", "cuCtxSet")):
         assert why in line
     assert not fake._contexts()
 
