@@ -181,6 +181,6 @@ def tries_of(lock: threading.Lock) -> Iterator[bool]:
     return map(lock.acquire, itertools.repeat(False))
 
 
-def tries_within(lock: threading.Lock, seconds: float) -> Iterator[bool]:
+def tries_within(lock: threading.Lock | threading.RLock, seconds: float) -> Iterator[bool]:
     """Return an iterator whose only step takes a lock within ``seconds``, and says whether it did. See above."""
     return map(lock.acquire, (True,), (max(0.0, seconds),))

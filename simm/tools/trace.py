@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from ..config.settings import Settings, add_arguments
 from ..errors import ConfigError, SimmError, UsageError
 from ..net.channel import Refused
 from ..tracing import spool
-from ..tracing.perfetto import Event, document, spans_in
+from ..tracing.perfetto import Event, document_text, spans_in
 from ..tracing.summary import as_json, summarize, table
 from ..wire.messages import Done, Status
 from ..wire.trace_messages import RATIO_ALL, AskTrace
@@ -35,6 +35,10 @@ _ABOUT: Final = (
     "same folder, within a second; none is restarted. With --all it is all clients of the cluster. collect merges what "
     "the host's have recorded into a file for ui.perfetto.dev and prints the segments of each operation. See "
     "docs/tracing.md."
+)
+_ENDED: Final = (
+    "what was asked for on this host ends within a second; "
+    "clients that trace by their own settings, or for `start --all`, go on"
 )
 #: A document is read whole.
 _DOCUMENT_BYTES_MAX: Final = 1 << 30
@@ -65,7 +69,7 @@ def main(argv: Sequence[str], prog: str = "simm trace") -> int:
     if arguments.action == "start":
         return _start(folder, arguments, settings.slow_ms)
     if arguments.action == "stop":
-        print("tracing ends within a second" if spool.end(folder) else "nobody was asked to trace")
+        print(_ENDED if spool.end(folder) else "nobody was asked to trace")
         return EXIT_OK
     if arguments.action == "clear":
         print(f"removed {spool.forget_oldest(folder, keep=0)} files of {folder}")
@@ -120,42 +124,47 @@ def _start(folder: Path, arguments: argparse.Namespace, slow_ms: int) -> int:
 
 
 def _collect(folder: Path, arguments: argparse.Namespace) -> int:
-    events, bad, refused = spool.collect(folder)
+    events, bad, refused, left_out = spool.collect_newest(folder)
     if not events:
         raise SimmError(f"{folder} has no spans: `simm trace start` first, and let clients work")
-    for count, what in ((bad, "lines that are no spans"), (refused, "files that cannot be read or are another user's")):
+    for count, what in (
+        (bad, "lines that are no spans"), (refused, "files that cannot be read or are another user's"),
+        (left_out, f"spans, the oldest: {len(events):,} are collected at most"),
+    ):  # fmt: skip
         if count:
             print(f"left out {count} {what}", file=sys.stderr)
     if arguments.output:
-        text = json.dumps(document(events), separators=(",", ":"))
         if arguments.output == "-":
-            print(text)
+            sys.stdout.writelines(document_text(events))
+            print()
             return EXIT_OK
-        Path(arguments.output).write_text(text)
+        with open(arguments.output, "w", encoding="utf-8") as file:
+            file.writelines(document_text(events))
         traces = len({event["args"]["trace_id"] for event in events})
         print(f"{arguments.output}: {len(events):,} spans of {traces:,} traces; open it at ui.perfetto.dev",
               file=sys.stderr if arguments.json else sys.stdout, flush=True)  # fmt: skip
     return _print_table(events, arguments.json)
 
 
-def _read(files: Sequence[str]) -> list[Event]:
+def _read(files: Sequence[str]) -> Iterator[Event]:
+    """Yield the spans of files, of which one at a time is in memory. Raises UsageError, OSError."""
     if not files:
         raise UsageError("summary needs a file that `simm trace collect -o FILE` has written")
-    events: list[Event] = []
     for name in files:
         with open(name, "rb") as file:
-            text = file.read(_DOCUMENT_BYTES_MAX)
+            text = file.read(_DOCUMENT_BYTES_MAX + 1)
+        if len(text) > _DOCUMENT_BYTES_MAX:
+            raise UsageError(f"{name} is longer than {_DOCUMENT_BYTES_MAX:,} bytes")
         try:
             found, bad = spans_in(text)
         except ValueError as exc:
             raise UsageError(f"{name} is no trace: {exc}") from None
         if bad:
             print(f"{name}: left out {bad} events that are no spans", file=sys.stderr)
-        events += found
-    return events
+        yield from found
 
 
-def _print_table(events: Sequence[Event], as_data: bool) -> int:
+def _print_table(events: Iterable[Event], as_data: bool) -> int:
     rows = summarize(events)
     shown: Any = json.dumps(as_json(rows), indent=2) if as_data else table(rows)
     print(shown)

@@ -37,8 +37,11 @@ class SlowLog:
         self._lines = self._left_out = 0
 
     def _after_fork(self) -> None:
-        """Begin with a lock of this process: in its parent another thread may have held it at the fork."""
-        self._lock = threading.Lock()
+        """Begin with a lock of this process: in its parent another thread may have held it at the fork.
+
+        It is reentrant, as a signal's handler or a finalizer may make a slow call while its thread holds it.
+        """
+        self._lock = threading.RLock()
 
     def allow(self) -> tuple[bool, int]:
         """Return whether there may be another line, and how many were left out before it."""

@@ -10,8 +10,8 @@ shifted into the segment that waited for it: the middle of what the server repor
 So the length of each server segment is exact, and its place is off by half the difference of the two ways at most.
 
 **Bounds.** An operation keeps ``SEGMENTS_MAX`` segments and counts the rest. A recorder keeps ``OPERATIONS_MAX``
-operations that are not written yet, and counts what it leaves out. So a batch of a million keys, or a disk that hangs,
-costs a few MiB and no call waits for it.
+operations that are not written yet, with about ``KEPT_SEGMENTS_MAX`` segments, and counts what it leaves out. So a
+batch of a million keys costs a few KiB, a disk that hangs some 30 MiB, and no call waits for it.
 
 **Privacy.** A span names no key: its first four bytes of the digest tell two keys apart and lead back to none.
 """
@@ -32,6 +32,8 @@ from .context import CONTEXT, TraceContext
 
 SEGMENTS_MAX: Final = 64
 OPERATIONS_MAX: Final = 16_384
+#: Of all operations that a recorder keeps.
+KEPT_SEGMENTS_MAX: Final = 65_536
 #: Bytes of a digest that a span shows.
 DIGEST_BYTES: Final = 4
 _NS: Final = time.monotonic_ns
@@ -156,6 +158,8 @@ class Recorder:
     def __init__(self, most: int = OPERATIONS_MAX) -> None:
         self._most = most
         self._ended: deque[Operation] = deque()
+        #: Of those, about: threads add without a lock, and each :meth:`take` begins anew.
+        self._segments = 0
         #: Operations that were not kept, as there were too many.
         self.left_out = 0
 
@@ -164,19 +168,22 @@ class Recorder:
 
     def add(self, operation: Operation) -> None:
         """Keep an operation, or count it if there are too many. O(1), no lock, no I/O."""
-        if len(self._ended) >= self._most:
+        if len(self._ended) >= self._most or self._segments >= KEPT_SEGMENTS_MAX:
             self.left_out += 1
         else:
+            count = len(operation.segments)
+            self._segments += count
             self._ended.append(operation)
 
     def take(self) -> list[Operation]:
         """Return what there is, for one thread that writes it."""
+        self._segments = 0
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def clear(self) -> None:
         """Forget everything: in a forked child it is the parent's."""
         self._ended.clear()
-        self.left_out = 0
+        self._segments = self.left_out = 0
 
 
 class Decision:

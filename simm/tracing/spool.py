@@ -43,6 +43,8 @@ log = logging.getLogger("simm.tracing")
 
 FILE_BYTES_MAX: Final = 8 << 20
 PROCESSES_MAX: Final = 64
+#: What is collected at a time: the newest. A span takes some 2 KiB of memory.
+EVENTS_MAX: Final = 500_000
 WRITE_S: Final = 0.5
 _CONTROL_BYTES_MAX: Final = 4096
 _NEWEST, _OLDER = ".spans", ".old"
@@ -54,24 +56,32 @@ _CONTROL: Final = re.compile(rf"{re.escape(TRACE_CONTROL)}|\.{re.escape(TRACE_CO
 def open_folder(folder: Path) -> Path:
     """Make the folder, or check it, and return it. Its mode is 0700 then.
 
-    Raises ConfigError if others could write there, or replace it, or if its mode must change and it has other files.
+    Raises ConfigError if others could write there, or replace it, or if its mode must change and it has other files;
+    and for what the file system or a lack of descriptors refuses.
     """
-    try:
+    with _in_words(folder):
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
+        check_folder(folder)
+        if folder.lstat().st_mode & 0o077:
+            foreign = _foreign(folder)
+            if foreign:
+                raise ConfigError(
+                    f"other users may look into {folder}, and it has files that are no traces, as {foreign}: name an "
+                    "empty folder by --trace-dir, or give this one the mode 0700"
+                )
+            folder.chmod(0o700)
+    return folder
+
+
+@contextlib.contextmanager
+def _in_words(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for what the system says of a folder."""
+    try:
+        yield
     except OSError as exc:
         raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
-    check_folder(folder)
-    if folder.lstat().st_mode & 0o077:
-        foreign = _foreign(folder)
-        if foreign:
-            raise ConfigError(
-                f"other users may look into {folder}, and it has files that are no traces, as {foreign}: name an empty "
-                "folder by --trace-dir, or give this one the mode 0700"
-            )
-        folder.chmod(0o700)
-    return folder
 
 
 def _foreign(folder: Path) -> str:
@@ -86,12 +96,11 @@ def _foreign(folder: Path) -> str:
 
 def check_folder(folder: Path) -> bool:
     """Return whether there is a folder for traces. Raises ConfigError if it is another user's, or could be replaced."""
-    try:
-        around, about = folder.parent.lstat(), folder.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as exc:
-        raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
+    with _in_words(folder):
+        try:
+            around, about = folder.parent.lstat(), folder.lstat()
+        except FileNotFoundError:
+            return False
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise ConfigError(f"{folder} is no folder of uid {os.geteuid()}; name another by --trace-dir")
     if others_may_replace(around, folder.parent):
@@ -159,7 +168,7 @@ def end(folder: Path) -> bool:
 
 
 class Control:
-    """What a folder's control file asks for, looked at again only when it has changed."""
+    """What a folder's control file asks for, read again only when it has changed, or could not be read."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -177,15 +186,15 @@ class Control:
             return None
         seen = about.st_ino, about.st_mtime_ns
         if seen != self._seen:
-            self._seen, self._asked = seen, self._read()
+            self._seen, self._asked = (0, 0), None
+            with contextlib.suppress(OSError):  # it may be another time: the process may have no descriptor left
+                self._asked, self._seen = self._read(), seen
         asked = self._asked
         return asked if asked is not None and now < asked.until <= now + TRACE_S_MAX else None
 
     def _read(self) -> Asked | None:
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
+        """Return what the file says. Raises OSError if it cannot be read."""
+        fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not _own(fd):
                 self._say("%s belongs to another user: nothing is traced for it", self._path)
@@ -195,7 +204,7 @@ class Control:
             if not (0 <= ratio <= 1 and 0 <= slow_ms <= 3_600_000 and type(slow_ms) is int):
                 raise ValueError("out of range")
             asked = Asked(float(ratio), slow_ms, float(until))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as exc:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as exc:
             self._say("%s is not what `simm trace start` writes: %s", self._path, type(exc).__name__)
             return None
         finally:
@@ -221,7 +230,8 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recorder = Recorder()
-        self._lock = threading.Lock()
+        #: Reentrant, as a signal's handler or a finalizer may end or begin a client while its thread does.
+        self._lock = threading.RLock()
         self._writing = threading.Lock()
         self._begin()
         fork.in_child(self._after_fork)
@@ -240,10 +250,10 @@ class Spool:
         return self.folder / (self._name + _NEWEST)
 
     def join(self) -> None:
-        """Write from now on, for one client more."""
+        """Write from now on, for one client more. Raises ConfigError; it is none more then."""
+        forget_oldest(self.folder)
         with self._lock:
             self._users += 1
-        forget_oldest(self.folder)
         self.go_on()
 
     def go_on(self) -> None:
@@ -288,10 +298,7 @@ class Spool:
         if not self._writing.acquire(timeout=2 * WRITE_S):
             return  # a disk that hangs
         try:
-            lines = [
-                json.dumps(event, separators=(",", ":")).encode() + b"\n"
-                for operation in self.recorder.take() for event in events_of(operation, os.getpid())
-            ]  # fmt: skip
+            lines = self._lines()
             if lines:
                 self._append(lines)
         except (OSError, ConfigError) as exc:
@@ -300,6 +307,19 @@ class Spool:
             self._failed = True
         finally:
             self._writing.release()
+
+    def _lines(self) -> list[bytes]:
+        """Return what the recorder has as lines: of the newest operations what two files can hold."""
+        found: list[list[bytes]] = []
+        room = 2 * FILE_BYTES_MAX
+        for operation in reversed(self.recorder.take()):
+            found.append([
+                json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events_of(operation, os.getpid())
+            ])  # fmt: skip
+            room -= sum(map(len, found[-1]))
+            if room <= 0:
+                break
+        return [line for lines in reversed(found) for line in lines]
 
     def _append(self, lines: list[bytes]) -> None:
         at = 0
@@ -329,7 +349,7 @@ class Spool:
     def _after_fork(self) -> None:
         """Begin anew: what is kept is the parent's, and so is its file."""
         self.recorder.clear()
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock, self._writing = threading.RLock(), threading.Lock()
         users = self._users
         self._begin()
         self._users = users
@@ -356,7 +376,7 @@ def _found_in(folder: Path) -> tuple[list[Path], int]:
     """Return the files with spans, the oldest first, and how much else has such a name: links, pipes, folders."""
     found = []
     others = 0
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+    with _in_words(folder), contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if _SPANS.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
@@ -379,15 +399,35 @@ def forget_oldest(folder: Path, keep: int = PROCESSES_MAX) -> int:
     return len(over)
 
 
+class Collected(NamedTuple):
+    """What the files of a folder have: spans, lines that are none, and how many spans were left out as the oldest.
+
+    ``refused``: files that are of other users or unreadable, links and the like among them.
+    """
+
+    events: list[Event]
+    bad: int
+    refused: int
+    left_out: int
+
+
 def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> tuple[list[Event], int, int]:
     """Return the spans of all files, how many lines are none, and how many files are of other users or unreadable.
 
-    Links and the like count among the latter. Raises ConfigError if the folder is another user's.
+    Raises ConfigError if the folder is another user's. See :func:`collect_newest`.
+    """
+    return collect_newest(folder, only=only)[:3]
+
+
+def collect_newest(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> Collected:
+    """Return the newest spans of all files, ``EVENTS_MAX`` at most, in no order.
+
+    Memory: those, and the spans of a file. Raises ConfigError if the folder is another user's.
     """
     check_folder(folder)
     events: list[Event] = []
     files, refused = _found_in(folder)
-    bad = 0
+    bad = left_out = 0
     for path in files:
         if not only(path):
             continue
@@ -403,7 +443,11 @@ def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> t
             found, wrong = read_lines(_lines(file))
         events += found
         bad += wrong
-    return events, bad, refused
+        if (over := len(events) - EVENTS_MAX) > 0:
+            events.sort(key=lambda event: event["ts"])
+            del events[:over]
+            left_out += over
+    return Collected(events, bad, refused, left_out)
 
 
 def _lines(file: Any) -> Iterator[bytes]:

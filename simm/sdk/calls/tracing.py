@@ -7,6 +7,7 @@ counts while it is there, then the admin's, then the program's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ...config.client_options import ClientOptions
 from ...constants import TRACE_CONTROL
 from ...errors import SimmError
+from ...host.threads import lives
+from ..batch import UNLOADABLE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +32,8 @@ log = logging.getLogger("simm.client")
 
 #: Between two looks at what an operator asks for, seconds.
 LOOK_S: Final = 1.0
+#: After tracing could not begin it is tried again so much later, seconds: the process may have had no descriptor left.
+RETRY_S: Final = 10.0
 #: A client that ends waits so long for a thread that is at the folder for traces, seconds: its disk may hang.
 CLOSE_S: Final = 2.0
 
@@ -60,9 +65,9 @@ class TraceCalls:
         return tracing.folder if tracing.on else None
 
     def _begin_tracing(self) -> None:
-        """Trace as the options say. Raises ConfigError."""
+        """Trace as the options say. Where it cannot be, a line says so: an engine starts all the same."""
         if self._options.trace != "off" or self._options.slow_ms:
-            _tracing_of(self).take(self._options)
+            _tracing_of(self).begin()
 
     def _end_tracing(self) -> None:
         """Write what was recorded, and trace no more."""
@@ -72,7 +77,7 @@ class TraceCalls:
 
 def _tracing_of(client: Any) -> Tracing:
     if client._tracing is None:
-        client._tracing = Tracing(client)
+        vars(client).setdefault("_tracing", Tracing(client))  # the first of two threads
     tracing: Tracing = client._tracing
     return tracing
 
@@ -80,22 +85,34 @@ def _tracing_of(client: Any) -> Tracing:
 def follow_operator(client: TraceCalls) -> Callable[[], None]:
     """Return what a client's background thread calls often: it looks now and then whether an operator wants traces.
 
-    It does not keep the client.
+    It does not keep the client. A thread looks, as the folder's disk may hang: nobody waits for it, and there is no
+    second one meanwhile.
     """
     mine = weakref.ref(client)
     look_at = 0.0
+    looking = threading.Thread()
 
     def look() -> None:
-        nonlocal look_at
+        nonlocal look_at, looking
         now = time.monotonic()
-        if now < look_at:
+        if now < look_at or lives(looking):
             return
         look_at = now + LOOK_S
-        client = mine()
-        if client is not None and not client._closed:
-            _tracing_of(client).look()
+        looking = threading.Thread(target=_look, args=(mine,), name="simm-trace-look", daemon=True)
+        with contextlib.suppress(RuntimeError, MemoryError):  # no more threads: the next time
+            looking.start()
 
     return look
+
+
+def _look(mine: weakref.ref[TraceCalls]) -> None:
+    """Body of the thread that looks."""
+    client = mine()
+    if client is None or client._closed:
+        return
+    tracing = _tracing_of(client)
+    del client  # which a folder that hangs must not keep
+    tracing.look()
 
 
 class Tracing:
@@ -106,13 +123,15 @@ class Tracing:
 
         self._allowance = allowance
         self._client = weakref.ref(client)
-        self._lock = threading.Lock()
+        #: Reentrant, as a signal's handler may call :meth:`take` while its thread does.
+        self._lock = threading.RLock()
         self._options: ClientOptions = client._options
         self._asked: Asked | None = None
         self._control: Control | None = None
         self._control_path = os.path.join(self._options.trace_dir, TRACE_CONTROL)
         self._spool: Spool | None = None
-        self._no_folder = False
+        #: When it is tried again what could not be, monotonic seconds; None: nothing failed.
+        self._again_at: float | None = None
         #: The client ends. Whoever has the lock looks at it last, and ends what it may just have begun.
         self._over = False
         #: Whether the client traces.
@@ -120,23 +139,51 @@ class Tracing:
 
     @property
     def folder(self) -> Path | None:
-        """Where it records; None before it has."""
+        """Where it records; None while it does not."""
         return None if self._spool is None else self._spool.folder
 
+    def begin(self) -> None:
+        """Trace as the client's options say. Never raises: a line says what is wrong, and :meth:`look` tries again."""
+        try:
+            self.take(self._options)
+        except (SimmError, *UNLOADABLE) as exc:
+            self._failed(exc)
+
     def take(self, options: ClientOptions) -> None:
-        """Trace as these options say, unless an operator says otherwise. Raises ConfigError, UsageError."""
+        """Trace as these options say, unless an operator says otherwise. Raises ConfigError, UsageError.
+
+        The options before hold then.
+        """
         with self._lock:
+            before, self._options = self._options, options
             try:
-                self._options = options
                 self._apply()
+            except BaseException:
+                self._options = before
+                raise
             finally:
                 self._end_if_over()
 
+    def _failed(self, exc: Exception) -> None:
+        """Try again later; the first time in a row a line says why."""
+        if self._again_at is None:
+            log.warning("nothing is traced: %s", exc)
+        self._asked, self._again_at = None, time.monotonic() + RETRY_S
+
     def look(self) -> None:
         """Do what an operator asks for now. Never raises."""
-        of_cluster = self._of_cluster()
-        if self._no_folder or not (of_cluster or self._asked or self.on or os.path.lexists(self._control_path)):
+        again_at = self._again_at
+        if again_at is not None and time.monotonic() < again_at:
             return
+        try:
+            of_cluster = self._of_cluster()
+            known = of_cluster or self._asked or self.on or again_at is not None
+            if known or os.path.lexists(self._control_path):
+                self._follow(of_cluster)
+        except (SimmError, *UNLOADABLE) as exc:
+            self._failed(exc)
+
+    def _follow(self, of_cluster: Asked | None) -> None:
         with self._lock:
             try:
                 if self._control is None:
@@ -144,15 +191,15 @@ class Tracing:
 
                     self._control = Control(self._control_path)
                 asked = self._control.look(time.time()) or of_cluster
-                if asked != self._asked:
+                news = asked != self._asked
+                if news or self._again_at is not None:
                     self._asked = asked
-                    log.info("an operator %s", "wants traces" if asked is not None else "wants no more traces")
                     self._apply()
-                if self.on and self._spool is not None:
+                    self._again_at = None
+                if news:
+                    log.info("an operator %s", "wants traces" if asked is not None else "wants no more traces")
+                if self._spool is not None:
                     self._spool.go_on()
-            except (SimmError, OSError) as exc:
-                self._no_folder = True
-                log.warning("nothing is traced for operators: %s", exc)
             finally:
                 self._end_if_over()
 
@@ -171,29 +218,35 @@ class Tracing:
         asked, options, client = self._asked, self._options, self._client()
         if client is None or self._over or client._closed:
             return
-        from ...tracing.spans import Decision, ratio_of
+        from ...tracing.spans import Decision, Recorder, ratio_of
         from ..tracing.switch import switch_off, switch_on  # which a client that does not trace does without
 
         ratio = ratio_of(options.trace) if asked is None else asked.ratio
-        slow_ms = options.slow_ms if asked is None else max(asked.slow_ms, options.slow_ms)
+        slow_ms = options.slow_ms if asked is None else asked.slow_ms or options.slow_ms
         if ratio is None and not slow_ms:
             if self.on:
                 switch_off(client)
+                self.on = False
                 self._leave()
             return
-        if not self.on:
+        slow_ns = int(slow_ms * 1_000_000)
+        if ratio is not None and self._spool is None:
             from ...tracing.spool import spool_in
 
-            self._spool = spool_in(options.trace_dir)
-            self._spool.join()
-            self.on = True
-        assert self._spool is not None
-        switch_on(client, Decision(ratio or 0.0, self._spool.recorder, int(slow_ms * 1_000_000)))
+            spool = spool_in(options.trace_dir)
+            spool.join()
+            self._spool = spool
+        self.on = True
+        if ratio is not None and self._spool is not None:
+            switch_on(client, Decision(ratio, self._spool.recorder, slow_ns))
+        else:  # slow calls are logged, and nothing is recorded: that needs no folder
+            switch_on(client, Decision(0.0, Recorder(0), slow_ns))
+            self._leave()
 
     def _leave(self) -> None:
-        self.on = False
-        if self._spool is not None:
-            self._spool.leave()
+        spool, self._spool = self._spool, None
+        if spool is not None:
+            spool.leave()
 
     def close(self) -> None:
         """Trace no more, and write what was recorded.
@@ -219,8 +272,9 @@ class Tracing:
             from ..tracing.switch import switch_off
 
             switch_off(client)
+            self.on = False
             self._leave()
 
     def after_fork(self) -> None:
         """Go on in a forked child, with a lock of its own."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import gc
 import os
 import pickle
@@ -29,6 +31,7 @@ from simm.tracing import spans as spans_module
 from simm.tracing import spool
 from simm.tracing.context import context
 from simm.tracing.perfetto import Event, fault_of
+from tests.support.ended import ended
 from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.waiting import wait_until
 
@@ -320,10 +323,29 @@ def test_a_ratio_that_cannot_be(client: Client) -> None:
     assert is_untouched(client)
 
 
-def test_a_folder_that_cannot_be_is_refused(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_refused(
+    cluster: FakeCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match="--trace-dir"):
-        cluster.client("shm", trace="1", trace_dir=str(tmp_path / "file"))
+    with contextlib.closing(cluster.client("shm", trace="1", trace_dir=str(tmp_path / "file"))) as client:
+        assert [text for text in caplog.messages if text.startswith("nothing is traced: ") and "--trace-dir" in text]
+        assert is_untouched(client), "an engine starts all the same"
+        with pytest.raises(ConfigError, match="--trace-dir"):
+            client.trace(1.0)
+        assert is_untouched(client)
+
+
+def test_issue_slow_calls_are_logged_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIMM_SLOW_MS alone wanted one, and a client could not be made without."""
+    monkeypatch.setattr(switch, "SLOW", type(switch.SLOW)())
+    (tmp_path / "file").write_bytes(b"")
+    with FakeClient(slow_ms=1e-6, trace_dir=str(tmp_path / "file")) as client, context(PARENT):
+        assert client.put("k", b"1") and client._tracing is not None
+        assert client._tracing.folder is None and len(client._decision.recorder) == 0
+        assert client.trace(None) is None and type(client) is FakeClient
+    assert [text.partition(" of")[0] for text in caplog.messages] == ["slow: put"]
 
 
 def test_by_options(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -508,12 +530,108 @@ def test_a_client_that_is_looked_after_is_not_kept(tmp_path: Path) -> None:
     client = FakeClient(trace_dir=str(tmp_path))
     look = calls.follow_operator(client)
     look()
-    assert client._tracing is not None
+    wait_until(functools.partial(getattr, client, "_tracing"), "a thread has looked")
     client.close()
     del client
-    gc.collect()
+
+    def kept() -> list[Any]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is calls.Tracing and each._client() is None]
+
+    wait_until(lambda: not kept(), "the thread has ended")
     look()
-    assert [each for each in gc.get_objects() if type(each) is calls.Tracing and each._client() is None] == []
+
+
+def test_issue_nobody_waits_for_a_folder_that_hangs_to_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background thread of a client that nobody wanted to trace did, and so connected and returned nothing."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    looking: list[threading.Thread] = []
+
+    def lexists(_path: str) -> bool:
+        looking.append(threading.current_thread())
+        hangs.set()
+        goes_on.wait()
+        return False
+
+    monkeypatch.setattr(calls, "LOOK_S", 0.0)
+    with FakeClient(trace_dir=str(tmp_path / "t")) as client:
+        look = calls.follow_operator(client)
+        monkeypatch.setattr("os.path.lexists", lexists)
+        try:
+            assert ended(look), "it hangs"
+            assert hangs.wait(60)
+            assert ended(look) and len(looking) == 1, "one is enough"
+        finally:
+            goes_on.set()
+        wait_until(lambda: not looking[0].is_alive(), "it has looked")
+
+
+def test_issue_what_could_not_begin_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a descriptor at that moment no operator was heard any more, and ``trace(None)`` began to trace."""
+    folder = tmp_path / "trace"
+
+    def none_left(*_: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def users() -> int:
+        return spool.spool_in(folder)._users
+
+    monkeypatch.setattr(calls, "RETRY_S", 0.0)
+    spool.ask(folder, "1", 0, 3600.0)
+    with FakeClient(trace_dir=str(folder)) as client:
+        tracing = calls._tracing_of(client)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.scandir", none_left)
+            tracing.look()
+            tracing.look()
+            with pytest.raises(ConfigError, match="Too many open files"):
+                client.trace(1.0)
+        said = [text for text in caplog.messages if text.startswith("nothing is traced: ")]
+        assert len(said) == 1 and not tracing.on and users() == 0
+        client.trace(None)
+        assert not tracing.on, "who ends tracing does not begin it"
+        tracing.look()
+        assert tracing.on and users() == 1
+        spool.end(folder)
+        tracing.look()
+        assert not tracing.on and users() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("os.scandir", none_left)
+        client = FakeClient(trace=1, trace_dir=str(folder))
+    with client:
+        assert not switch.traces(client)
+        calls._tracing_of(client).look()
+        assert switch.traces(client), "SIMM_TRACE is no wish of a moment"
+
+
+@pytest.mark.parametrize(("asked", "ms"), [(20, 20), (0, 1000), (5000, 5000)])
+def test_issue_an_operators_limit_of_slow_calls_counts(tmp_path: Path, asked: int, ms: int) -> None:
+    """The higher one did: a lower limit than the client's own was ignored."""
+    with FakeClient(trace_dir=str(tmp_path / "t"), slow_ms=1000) as client:
+        spool.ask(tmp_path / "t", "0", asked, 3600.0)
+        calls._tracing_of(client).look()
+        assert client._decision.slow_ns == ms * 1_000_000
+
+
+def test_issue_a_handler_that_switches_tracing_meets_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for ever for the call of the same kind that it had interrupted."""
+    with FakeClient(trace_dir=str(tmp_path / "t")) as client:
+        assert client.trace(1.0) is not None
+        leave = spool.Spool.leave
+
+        def interrupted(mine: spool.Spool) -> None:
+            monkeypatch.setattr(spool.Spool, "leave", leave)
+            assert client.trace(0.5) is not None  # as the handler of a second signal
+            leave(mine)
+
+        monkeypatch.setattr(spool.Spool, "leave", interrupted)
+        assert ended(lambda: client.trace(None)), "it hangs"
+        assert client._decision.ratio == 0.5
+    assert spool.spool_in(tmp_path / "t")._users == 0
 
 
 # -- slow calls ----------------------------------------------------------------------------------------------

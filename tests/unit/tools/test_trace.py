@@ -11,6 +11,8 @@ import pytest
 from simm import cli
 from simm.constants import TRACE_CONTROL
 from simm.testing import FakeClient
+from simm.tools import trace
+from simm.tracing import spool
 from simm.tracing.perfetto import fault_of
 
 
@@ -39,7 +41,8 @@ def test_start_and_stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0 and "record 0.25 of their calls until" in out
     asked = json.loads((folder / TRACE_CONTROL).read_text())
     assert (asked["ratio"], asked["slow_ms"]) == (0.25, 20)
-    assert run(capsys, "stop")[:2] == (0, "tracing ends within a second\n")
+    code, out, _ = run(capsys, "stop")
+    assert code == 0 and "on this host ends within a second" in out and "`start --all`, go on" in out
     assert not (folder / TRACE_CONTROL).exists()
     assert run(capsys, "stop")[:2] == (0, "nobody was asked to trace\n")
 
@@ -63,6 +66,29 @@ def test_a_file_for_perfetto_and_the_table(recorded: Path, tmp_path: Path, capsy
     ]  # fmt: skip
     rows = json.loads(run(capsys, "summary", "--json", str(output))[1])
     assert {row["operation"]: row["spans"] for row in rows if not row["segment"]} == {"get": 2, "put": 1}
+
+
+def test_issue_the_oldest_spans_are_left_out_with_a_word(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All were read, in thirteen times the memory that the files take."""
+    monkeypatch.setattr(spool, "EVENTS_MAX", 2)
+    output = tmp_path / "trace.json"
+    code, _, err = run(capsys, "collect", "-o", str(output))
+    assert code == 0 and "left out " in err and "spans, the oldest: 2 are collected at most" in err
+    assert len([event for event in json.loads(output.read_text())["traceEvents"] if event["ph"] != "M"]) == 2
+
+
+def test_issue_a_long_file_is_no_broken_one(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut, and then called no trace."""
+    output = tmp_path / "trace.json"
+    assert run(capsys, "collect", "-o", str(output))[0] == 0
+    for least, code in ((output.stat().st_size, 0), (output.stat().st_size - 1, 2)):
+        monkeypatch.setattr(trace, "_DOCUMENT_BYTES_MAX", least)
+        ended, _, err = run(capsys, "summary", str(output))
+        assert ended == code and ("is longer than" in err) is bool(code)
 
 
 def test_json_is_all_that_is_on_stdout(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

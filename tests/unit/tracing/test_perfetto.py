@@ -16,6 +16,7 @@ from simm.tracing.perfetto import (
     LINE_BYTES_MAX,
     REMOTE_PIDS,
     document,
+    document_text,
     events_of,
     fault_of,
     read_lines,
@@ -72,6 +73,12 @@ def test_the_document_names_its_processes_and_orders_its_events() -> None:
     assert {event["args"]["name"] for event in heads} == {"simm client 42", "simm server 99"}
     assert [event["ts"] for event in spans] == sorted(event["ts"] for event in spans)
     assert spans_in(json.dumps(made).encode()) == (spans, 0)
+
+
+def test_the_text_of_a_document_is_its_json() -> None:
+    events = [*events_of(operation(), 4711), *events_of(operation(), 4712)]
+    assert json.loads("".join(document_text(events))) == document(events)
+    assert json.loads("".join(document_text([]))) == document([])
 
 
 def tracks_of(document: dict[str, Any]) -> dict[tuple[int, int], list[tuple[int, int, str]]]:

@@ -9,6 +9,7 @@ import pytest
 from simm.tracing.slow import LINES_MAX, NAMES_MAX, WINDOW_S, SlowLog
 from simm.tracing.spans import Operation
 from tests.support.client_values import forked
+from tests.support.ended import ended
 
 
 def operation(*, kept: bool = True) -> Operation:
@@ -60,3 +61,18 @@ def test_a_forked_child_writes_lines_although_a_thread_of_its_parent_was_at_one(
     with slow._lock:  # of that thread, which the child does not have
         assert forked(lambda: slow.allow() == (True, 0)) == 0
     assert slow.allow() == (True, 0)
+
+
+def test_issue_a_slow_call_within_the_count_of_another_is_counted() -> None:
+    """A signal's handler, or a finalizer, that made one there waited for ever."""
+    within: list[tuple[bool, int]] = []
+
+    def clock() -> float:
+        if not within:
+            within.append((False, 0))
+            within.append(slow.allow())
+        return 100.0
+
+    slow = SlowLog(clock)
+    assert ended(slow.allow), "it hangs"
+    assert within[1] == (True, 0) and slow._lines == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simm.errors import UsageError
+from simm.tracing import spans
 from simm.tracing.context import context
 from simm.tracing.spans import SEGMENTS_MAX, Decision, Operation, Recorder, ratio_of
 
@@ -64,6 +65,20 @@ def test_a_recorder_keeps_so_many_and_counts_the_rest() -> None:
     recorder.add(every[2])
     recorder.clear()
     assert len(recorder) == recorder.left_out == 0
+
+
+def test_issue_a_recorder_keeps_so_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs cost 282 MiB: the operations were bounded, and their segments were not."""
+    monkeypatch.setattr(spans, "KEPT_SEGMENTS_MAX", 5)
+    recorder = Recorder()
+    for _ in range(2):
+        every = [operation() for _ in range(4)]
+        for each in every:
+            each.segment("copy", 0, 1)
+            each.segment("copy", 1, 2)
+            recorder.add(each)
+        assert recorder.take() == every[:3], "the third one goes beyond it"
+    assert recorder.left_out == 2
 
 
 @pytest.mark.parametrize(

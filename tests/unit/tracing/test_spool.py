@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -66,6 +67,73 @@ def test_files_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     sizes = [path.stat().st_size for path in spool.files_in(folder)]
     assert len(sizes) == 2 and max(sizes) <= 4096 and min(sizes) > 0
     assert spool.collect(folder)[1:] == (0, 0)
+
+
+def test_issue_what_no_file_can_hold_is_not_encoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a disk had hung, the writer took ten seconds of the program's for what it then wrote over."""
+    monkeypatch.setattr(spool, "FILE_BYTES_MAX", 4096)
+    encoded: list[Operation] = []
+    real = spool.events_of
+
+    def events_of(one: Operation, pid: int) -> Any:
+        encoded.append(one)
+        return real(one, pid)
+
+    monkeypatch.setattr(spool, "events_of", events_of)
+    mine = spool.spool_in(folder)
+    every = [operation() for _ in range(500)]
+    for one in every:
+        mine.recorder.add(one)
+    mine.write()
+    assert len(encoded) < 30 and encoded == every[: -len(encoded) - 1 : -1]
+    found = [event["args"]["span_id"] for event in spool.collect(folder)[0] if event["args"].get("op")]
+    assert found == [one.span_id.hex() for one in every[-len(found) :]] and len(found) >= 8
+
+
+def test_issue_the_newest_spans_are_collected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were, which took thirteen times the size of the files."""
+    mine = spool.spool_in(folder)
+    every = [operation() for _ in range(9)]
+    for at, one in enumerate(every):
+        one.began, one.ended, one.segments[:] = at * 1000, at * 1000 + 5, ()
+    for part in (every[1::2], every[::2]):  # two processes at a time
+        for one in part:
+            mine.recorder.add(one)
+        mine.write()
+        mine._begin()
+    monkeypatch.setattr(spool, "EVENTS_MAX", 4)
+    events, bad, refused, left_out = spool.collect_newest(folder)
+    assert (bad, refused, left_out) == (0, 0, 5)
+    assert sorted(event["ts"] for event in events) == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_issue_who_cannot_join_is_no_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as one, so the thread that writes never ended."""
+    mine = spool.spool_in(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", no_descriptor)
+        with pytest.raises(ConfigError, match="Too many open files"):
+            mine.join()
+    assert mine._users == 0 and mine._thread is None
+
+
+def no_descriptor(*_: object) -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_issue_a_client_that_ends_within_the_lock_of_its_spool_ends(folder: Path) -> None:
+    """A finalizer, or a signal's handler, that ended one there waited for ever."""
+    mine = spool.spool_in(folder)
+    mine.join()
+    mine.join()
+
+    def within() -> None:
+        with mine._lock:
+            mine.leave()
+
+    assert ended(within), "it hangs"
+    mine.leave()
+    assert mine._users == 0
 
 
 def test_the_files_of_the_oldest_processes_go(folder: Path) -> None:
@@ -281,6 +349,18 @@ def test_an_operator_asks_and_ends_it(folder: Path) -> None:
     assert control.look(now + 120.0) is None, "its time is over"
     assert spool.end(folder) and control.look(now) is None
     assert not spool.end(folder)
+
+
+def test_issue_a_control_file_that_could_not_be_read_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a descriptor at that moment it counted as read, and asked for nothing until it changed."""
+    asked = spool.ask(folder, "1", 0, 60.0)
+    control = spool.Control(folder / TRACE_CONTROL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_descriptor)
+        assert control.look(time.time()) is None
+    assert control.look(time.time()) == asked
 
 
 @pytest.mark.parametrize("text", [
