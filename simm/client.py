@@ -209,13 +209,10 @@ class Client(
 
         ``memory``: bytes of the arena, or text such as ``"2G"``. Other arguments as for the client.
         """
-        from .sdk.local_cluster import LocalCluster  # the SDK must not need the servers' modules
+        from .sdk.local_cluster import WITHOUT_TLS, LocalCluster  # the SDK must not need the servers' modules
         cluster = LocalCluster(memory=memory)
-        arguments.setdefault("token", cluster.token)
-        for name in ("tls_ca", "tls_cert", "tls_key", "tls_name"):  # what the environment's cluster wants
-            arguments.setdefault(name, "")
         try:
-            client = cls(cluster.manager, **arguments)
+            client = cls(cluster.manager, **{"token": cluster.token, **WITHOUT_TLS, **arguments})
         except BaseException:
             cluster.close()
             raise

@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..arena.layout import State
 from ..config.local_token import PublishedToken, line_of
@@ -48,6 +48,8 @@ _FOLDER: Final = "simm-local-"
 _LOCK: Final = "owner.lock"
 _TOKEN: Final = "token"
 _SOCKETS: Final = "run"
+#: Arguments of a client of such a cluster: what the environment says of TLS is for the cluster that it names.
+WITHOUT_TLS: Final[Mapping[str, Any]] = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")
 
 
 def child_environment() -> dict[str, str]:

@@ -77,12 +77,11 @@ def local_cluster(memory: int | str = CLUSTER_MEMORY, **arguments: Any) -> Itera
     Raises SimmError, with the server's last message, if it cannot start. The children also end with this process,
     whatever ends it.
     """
-    from ..sdk.local_cluster import LocalCluster  # the fake does not need the code that starts processes
+    from ..sdk.local_cluster import WITHOUT_TLS, LocalCluster  # the fake does not need the code that starts processes
 
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(memory))
-        arguments.setdefault("token", cluster.token)
-        client = stack.enter_context(Client(cluster.manager, **arguments))
+        client = stack.enter_context(Client(cluster.manager, **{"token": cluster.token, **WITHOUT_TLS, **arguments}))
         if not client.wait_ready(READY_S):
             reason = "; ".join(worker["reason"] for worker in client.stats()["workers"]) or "no data server"
             raise SimmError(f"the cluster does not get ready: {reason}")

@@ -34,7 +34,7 @@ from ..client import Client
 from ..config.logs import hold_standard_descriptors
 from ..config.parsers import parse_bytes, paths
 from ..errors import CorruptionError, SimmError, TransportError, UsageError
-from ..sdk.local_cluster import LocalCluster, child_environment
+from ..sdk.local_cluster import WITHOUT_TLS, LocalCluster, child_environment
 from .bench.floor import Area, memmove
 from .bench.report import machine_line
 from .console import Parser, end_cleanly_on_signals, guarded
@@ -130,7 +130,7 @@ class Engine:
     """
 
     def __init__(self, manager: str, path: str) -> None:
-        self.client = Client(manager, path=path, tls_ca="", tls_cert="", tls_key="")  # the demo's own cluster
+        self.client = Client(manager, path=path, **WITHOUT_TLS)
         if not self.client.wait_ready(READY_S):
             why = "; ".join(worker["reason"] for worker in self.client.stats()["workers"]) or "no data server"
             raise TransportError(f"the cluster is not ready: {why}")

@@ -18,12 +18,10 @@ from ...config.settings import CLIENT as CLIENT_ROLE
 from ...config.settings import SETTINGS, Settings, format_value
 from ...errors import SimmError
 from ...net.process import die_with_parent
-from ...sdk.local_cluster import LocalCluster
+from ...sdk.local_cluster import WITHOUT_TLS, LocalCluster
 from .plan import Plan
 from .report import FULL
 
-#: What the environment says of TLS is for the cluster that it names, not for one that this command starts.
-_TLS = ("tls_ca", "tls_cert", "tls_key", "tls_name")
 #: For the rest of what load processes were at, and the deletion of their values, seconds.
 WITHDRAW_S: Final = 30.0
 _PIECE: Final = 1 << 16
@@ -40,8 +38,8 @@ def reach(client: dict[str, Any], settings: Settings, cluster: LocalCluster | No
         if CLIENT_ROLE in setting.roles
     }
     if cluster is not None:
-        client = {**client, "manager": cluster.manager, "token": cluster.token, **dict.fromkeys(_TLS, "")}
-        environment |= {SETTINGS[name].env: "" for name in _TLS}
+        client = {**client, "manager": cluster.manager, "token": cluster.token, **WITHOUT_TLS}
+        environment |= {SETTINGS[name].env: "" for name in WITHOUT_TLS}
         environment |= {SETTINGS["manager"].env: cluster.manager, SETTINGS["token_file"].env: cluster.token_file}
     return {"client": client, "environment": environment}
 

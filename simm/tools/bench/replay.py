@@ -36,7 +36,7 @@ from ...config.parsers import parse_bytes
 from ...constants import ARENA_BYTES_MIN, DEFAULT_POLICY, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, VALUE_BYTES_MAX
 from ...errors import SimmError, UsageError
 from ...ipc.segments import is_arena_of, metadata_of
-from ...sdk.local_cluster import LocalCluster
+from ...sdk.local_cluster import WITHOUT_TLS, LocalCluster
 from ...shm import SHM_DIR
 from ...slab import CHUNK_SIZES, CHUNKS_PER_SLAB, LARGE_GROUP, chunk_bytes_for, class_of
 from ...traces.formats import Trace, read_trace
@@ -344,7 +344,7 @@ def main(argv: Sequence[str], prog: str = "simm bench") -> int:
         progress("starting a cluster")
         options = ("--policy", arguments.policy, "--slots", str(room.slots))
         with LocalCluster(memory=room.arena_bytes, arguments=options) as cluster:
-            with Client(cluster.manager, token=cluster.token) as client:
+            with Client(cluster.manager, token=cluster.token, **WITHOUT_TLS) as client:
                 if not client.wait_ready(_READY_S):
                     raise SimmError(f"the cluster was not ready within {_READY_S:.0f} s: see `simm doctor`")
                 found = Replay(trace, client, arena_of(cluster), room.value_bytes).run(

@@ -10,16 +10,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import simm
+import simm.testing
 from simm import shm
+from simm.client import Client
+from simm.config.client_options import ClientOptions
 from simm.config.local_token import find_sockets
 from simm.config.parsers import Address
 from simm.host.file_locks import LockFile
 from simm.sdk import local_cluster
 from simm.sdk.local_cluster import child_environment
+from simm.tools import demo
+from simm.tools.bench import replay
 from tests.support.acl import USER, acls_of, named, set_acl
 from tests.support.left_arenas import make_arena
 from tests.support.processes import remove_left_by
@@ -142,3 +148,50 @@ def test_nothing_is_published_where_others_may_write(tmp_path: Path, monkeypatch
         assert found_in(own) == own and own.stat().st_mode & 0o777 == 0o700
         assert found_in(loose) is None and loose.stat().st_mode & 0o777 == 0o770
         assert found_in(tmp_path) is None, "links are not followed"
+
+
+class Reached(Exception):
+    """A client would connect now."""
+
+
+@pytest.mark.parametrize("by", ["Client.local", "simm.testing", "simm demo", "simm bench --trace"])
+def test_issue_the_tls_of_the_environment_is_for_another_cluster(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SIMM_TLS_CA set, clients of an own cluster, which has no TLS, wanted some."""
+    reached: list[ClientOptions] = []
+
+    class Cluster:
+        manager, token = "127.0.0.1:9", "t"
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Cluster:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    class Noted(Client):
+        def __init__(self, manager: str, **given: Any) -> None:
+            reached.append(ClientOptions.resolve(manager=manager, **given))
+            raise Reached
+
+    for name, value in (("CA", "/ca.pem"), ("CERT", "/cert.pem"), ("KEY", "/key.pem"), ("NAME", "simm")):
+        monkeypatch.setenv(f"SIMM_TLS_{name}", value)
+    assert ClientOptions.resolve().tls is not None, "the control"
+    for module in (local_cluster, replay):
+        monkeypatch.setattr(module, "LocalCluster", Cluster)
+    for user in (simm.testing, demo, replay):
+        monkeypatch.setattr(user, "Client", Noted)
+    with pytest.raises(Reached):
+        if by == "Client.local":
+            Noted.local()
+        elif by == "simm.testing":
+            with simm.testing.local_cluster():
+                pass
+        elif by == "simm demo":
+            demo.Engine(Cluster.manager, "auto")
+        else:
+            replay.main(["--generate", "chat", "--requests", "10", "--room", "100"])
+    (options,) = reached
+    assert (options.tls, options.tls_name, options.manager) == (None, "", Cluster.manager)
