@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from ..config.settings import Settings, add_arguments
+from ..config.settings import CLIENT, CONFIG_ENV, SETTINGS, Settings, add_arguments, format_value
 from .connect import command_settings
 from .console import EXIT_OK, Parser
 
@@ -46,6 +48,28 @@ def _manager(settings: Settings) -> str:
     return ",".join(map(str, settings.manager))
 
 
+def _managers(settings: Settings) -> dict[str, str]:
+    """Return the variable that names the managers to an engine whose own address holds one alone, without a colon.
+
+    Empty if that is enough.
+    """
+    one = len(settings.manager) == 1 and ":" not in settings.manager[0].host
+    return {} if one else {SETTINGS["manager"].env: _manager(settings)}
+
+
+def _environment(settings: Settings, config: str | None) -> dict[str, str]:
+    """Return the settings that flags gave, as variables for the engine; but for those that each recipe has itself.
+
+    ``config``: the file of settings that a flag names.
+    """
+    found = {} if config is None else {CONFIG_ENV: os.path.abspath(config)}
+    for name, setting in SETTINGS.items():
+        if CLIENT in setting.roles and settings.origin(name) == setting.flag and name not in ("manager", "namespace"):
+            value = getattr(settings, name)
+            found[setting.env] = os.path.abspath(value) if isinstance(value, Path) else format_value(value)
+    return found
+
+
 def _extra(values: Mapping[str, Any]) -> tuple[str, str]:
     return "--hicache-storage-backend-extra-config", json.dumps(values)
 
@@ -61,7 +85,8 @@ def _sglang(settings: Settings) -> Recipe:
 
 def _sglang_builtin(settings: Settings) -> Recipe:
     """SGLang, with the backend of its wheel"""
-    extra = _extra({"manager_address": str(settings.manager[0])})
+    environment = _managers(settings)
+    extra = _extra({"manager_address": ":" if environment else str(settings.manager[0])})
     flags = (*_SGLANG_FLAGS, ("--hicache-storage-backend", "simm"), extra)
     name = settings.namespace if settings.origin("namespace") != "default" else "MODEL-tp1"
     notes = (
@@ -69,18 +94,19 @@ def _sglang_builtin(settings: Settings) -> Recipe:
         "the namespace is one name for each model, layout and TP width: this backend's keys have none of these",
         "it needs the folder /sys/class/infiniband: see `simm doctor`",
     )
-    return Recipe({"SIMM_NAMESPACE": name}, flags, notes)
+    return Recipe({"SIMM_NAMESPACE": name, **environment}, flags, notes)
 
 
 def _sglang_mooncake(settings: Settings) -> Recipe:
     """SGLang, with its backend for Mooncake over SiMM"""
+    environment = _managers(settings)
     extra = _extra({"master_server_address": str(settings.manager[0]), "local_hostname": "localhost"})
     notes = (
         "pip install CHECKOUT (of SiMM) in SGLang's environment, and start SGLang by:",
         "python -m simm.connectors.mooncake -- python -m sglang.launch_server ...",
         "the namespace is one name for each data type, layout and page size: this backend's keys have none of these",
     )
-    environment = {"SIMM_NAMESPACE": settings.namespace if settings.origin("namespace") != "default" else "MODEL"}
+    environment["SIMM_NAMESPACE"] = settings.namespace if settings.origin("namespace") != "default" else "MODEL"
     return Recipe(environment, (*_SGLANG_FLAGS, ("--hicache-storage-backend", "mooncake"), extra), notes)
 
 
@@ -162,14 +188,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("engine", choices=list(ENGINES), metavar="ENGINE", help=", ".join(ENGINES))
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    recipe = ENGINES[arguments.engine](command_settings("client", arguments))
+    settings = command_settings("client", arguments)
+    recipe = ENGINES[arguments.engine](settings)
+    environment = {**_environment(settings, getattr(arguments, "config", None)), **recipe.environment}
     if arguments.json:
         flags = [word for flag in recipe.flags for word in flag]
-        print(json.dumps({"environment": recipe.environment, "flags": flags, "notes": recipe.notes}, indent=2))
+        print(json.dumps({"environment": environment, "flags": flags, "notes": recipe.notes}, indent=2))
         return EXIT_OK
     for note in recipe.notes:
         print(f"# {note}")
-    for name, value in recipe.environment.items():
+    for name, value in environment.items():
         print(f"export {name}={shlex.quote(value)}")
     print(" \\\n".join(map(shlex.join, recipe.flags)))
     return EXIT_OK

@@ -57,17 +57,46 @@ def test_sglang_with_a_namespace(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sglang_builtin_takes_one_manager_and_a_namespace(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "sglang-builtin", "--manager", MANAGER)
-    assert extra_of(text) == {"manager_address": "10.0.0.5:30001"}
+    text = printed(capsys, "sglang-builtin", "--manager", "10.0.0.5:30001")
+    assert extra_of(text) == {"manager_address": "10.0.0.5:30001"} and "SIMM_MANAGER" not in text
     assert flags_of(text)["--hicache-storage-backend"] == "simm" and "export SIMM_NAMESPACE=MODEL-tp1" in text
     assert "export SIMM_NAMESPACE=llama" in printed(capsys, "sglang-builtin", "--namespace", "llama")
 
 
 def test_sglang_by_mooncakes_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "sglang-mooncake", "--manager", MANAGER)
+    text = printed(capsys, "sglang-mooncake", "--manager", "10.0.0.5:30001")
+    assert "SIMM_MANAGER" not in text
     assert extra_of(text)["master_server_address"] == "10.0.0.5:30001"
     assert "# python -m simm.connectors.mooncake -- " in text and "export SIMM_NAMESPACE=MODEL" in text
     assert importlib.util.find_spec("simm.connectors.mooncake") is not None
+
+
+@pytest.mark.parametrize("manager", [MANAGER, "[::1]:30002", "10.0.0.5:30001,10.0.0.6:30001"])
+def test_issue_managers_that_an_engine_cannot_take_are_in_its_environment(
+    capsys: pytest.CaptureFixture[str], manager: str
+) -> None:
+    """All but the first were dropped without a word, and the engine split an address of IPv6 at its colon."""
+    builtin = printed(capsys, "sglang-builtin", "--manager", manager)
+    assert extra_of(builtin) == {"manager_address": ":"}, "which leaves it to the environment"
+    for text in (builtin, printed(capsys, "sglang-mooncake", "--manager", manager)):
+        assert f"export SIMM_MANAGER={shlex.quote(manager)}" in text
+
+
+@pytest.mark.parametrize("name", engine.ENGINES)
+def test_issue_what_flags_say_is_in_the_environment(
+    capsys: pytest.CaptureFixture[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out of the recipe without a word, so the engine was refused or connected without TLS."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SIMM_DEADLINE_MS", "700")
+    (tmp_path / "c.json").write_text('{"replicas": 2}')
+    flags = ("--token-file", "t", "--path", "shm,tcp", "--tls-ca", "/ca.pem", "--checksum", "--config", "c.json")
+    found = json.loads(printed(capsys, name, "--json", "--namespace", "n", *flags))["environment"]
+    assert {variable: value for variable, value in found.items() if variable.startswith("SIMM_")} == {
+        "SIMM_TOKEN_FILE": str(tmp_path / "t"), "SIMM_PATH": "shm,tcp", "SIMM_TLS_CA": "/ca.pem",
+        "SIMM_CHECKSUM": "true", "SIMM_CONFIG": str(tmp_path / "c.json"),
+        **({"SIMM_NAMESPACE": "n"} if name in ("sglang-builtin", "sglang-mooncake") else {}),
+    }  # fmt: skip
 
 
 def test_lmcache(capsys: pytest.CaptureFixture[str]) -> None:
