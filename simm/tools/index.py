@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DEFAULT_AT: Final = "127.0.0.1:8090"
 _ANSWER_BYTES_MAX: Final = 64 << 20
 _DEADLINE_S: Final = 10.0
+#: Of a file of publishers or schemes: 4 KiB for each of ``SOURCES_MAX`` publishers.
+_FILE_BYTES_MAX: Final = 16 << 20
 #: What is shown of a refusal: longer than its longest sentence.
 _SAID_BYTES_MAX: Final = 400
 
@@ -201,7 +203,9 @@ def _objects(path: str | None, what: str) -> list[dict[str, Any]]:
     if path is None:
         return []
     with open(path, "rb") as source:
-        raw = source.read(1 << 20)
+        raw = source.read(_FILE_BYTES_MAX + 1)
+    if len(raw) > _FILE_BYTES_MAX:
+        raise UsageError(f"{path} is longer than {_FILE_BYTES_MAX:,} bytes")
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as exc:

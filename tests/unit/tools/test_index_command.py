@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from simm.cli import main
+from simm.errors import UsageError
 from simm.net import local_users, peer_uid, process
 from simm.net.http import JSON, Page, Web
 from simm.net.local_users import LocalUsers
 from simm.net.loop import Loop
+from simm.tools import index
 from tests.support.tokens import old_tokens
 
 WORKER = {"instance_id": "a", "tenant_id": "default", "dp_rank": 0, "type": "vllm", "blocks": 1234, "stale": False,
@@ -184,3 +186,16 @@ def test_schemes_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
         file.write_text(text)
         assert main(["index", "--schemes", str(file), "--at", "127.0.0.1:0"]) == 2, text
         assert sentence in capsys.readouterr().err, text
+
+
+def test_issue_a_long_file_of_publishers_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut at 1 MiB, and then called no JSON: so many publishers may be registered, of some 300 bytes each."""
+    path = tmp_path / "publishers.json"
+    every = [{"endpoint": "tcp://" + "h" * 250, "instance_id": str(at)} for at in range(4096)]
+    path.write_text(json.dumps(every))
+    assert path.stat().st_size > 1 << 20 and index._objects(str(path), "") == every
+    monkeypatch.setattr(index, "_FILE_BYTES_MAX", path.stat().st_size - 1)
+    with pytest.raises(UsageError, match="is longer than"):
+        index._objects(str(path), "")
