@@ -10,16 +10,18 @@ The command needs no server and opens no socket. A seed gives the same run on an
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, Final
 
-from ..errors import UsageError
+from ..errors import SimmError, UsageError
 from ..sim.faults import FAULTS
 from ..sim.worker import Options
 from ..sim.world import CLIENTS_MOST, Report, World, run_scenario
@@ -48,7 +50,8 @@ def main(argv: Sequence[str], prog: str = "simm simulate") -> int:
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one small scenario, and print its end")
     parser.add_argument("-v", "--verbose", action="store_true", help="print every event")
     arguments = parser.parse_args(argv)
-    if min(arguments.nodes, arguments.clients, arguments.jobs) < 1 or arguments.hours <= 0 or arguments.fault_s <= 0:
+    times = arguments.hours, arguments.fault_s
+    if min(arguments.nodes, arguments.clients, arguments.jobs) < 1 or not all(0 < each < math.inf for each in times):
         raise UsageError("--nodes, --clients, --jobs, --hours and --fault-s are positive")
     kinds = _kinds(arguments.faults)
     changes: dict[str, Any] = {} if kinds is None else {"faults": kinds}
@@ -93,13 +96,21 @@ def _one(seed: int, changes: dict[str, Any]) -> tuple[int, str, int]:
 
 
 def failures(seeds: Sequence[int], jobs: int, changes: dict[str, Any]) -> tuple[list[tuple[int, str]], int]:
-    """Return (seed, failure) of the failed scenarios, and the total number of events."""
+    """Return (seed, failure) of the failed scenarios, and the total number of events.
+
+    Raises SimmError if one of its processes was ended.
+    """
     if jobs == 1 or len(seeds) == 1:
         results = [_one(seed, changes) for seed in seeds]
     else:
-        with ProcessPoolExecutor(jobs) as pool:
-            chunk = max(1, min(16, len(seeds) // (4 * jobs)))
-            results = list(pool.map(_one, seeds, repeat(changes), chunksize=chunk))
+        chunk = max(1, min(16, len(seeds) // (4 * jobs)))
+        try:
+            with ProcessPoolExecutor(jobs) as pool:
+                results = list(pool.map(_one, seeds, repeat(changes), chunksize=chunk))
+        except BrokenProcessPool as exc:
+            raise SimmError(
+                "a process of the simulation was ended, perhaps for want of memory: give fewer --jobs"
+            ) from exc
     return [(seed, failure) for seed, failure, _ in results if failure], sum(events for _, _, events in results)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from simm.cluster.nodes import Timing
-from simm.errors import UsageError
+from simm.errors import SimmError, UsageError
 from simm.sim.faults import DEFAULT, FAULTS
 from simm.sim.manager import ManagerHost
 from simm.sim.net import Net, Process
@@ -526,3 +528,21 @@ def test_a_failure_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def _never(*_details: Any) -> Any:
     return Status.NO_SPACE
     yield
+
+
+@pytest.mark.parametrize("flag", ["--hours", "--fault-s"])
+@pytest.mark.parametrize("value", ["nan", "inf", "0"])
+def test_issue_a_time_that_has_no_end_is_a_mistake(flag: str, value: str) -> None:
+    """It ran for ever, or ended in a traceback."""
+    with pytest.raises(UsageError, match="are positive"):
+        simulate.main(["--nodes", "1", "--clients", "1", flag, value])
+
+
+def test_issue_a_process_that_was_killed_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(ThreadPoolExecutor):
+        def map(self, *_: Any, **__: Any) -> Any:
+            raise BrokenProcessPool("a child has ended")
+
+    monkeypatch.setattr(simulate, "ProcessPoolExecutor", Broken)
+    with pytest.raises(SimmError, match="give fewer --jobs"):
+        simulate.main(["--seeds", "0:4", "--jobs", "2"])
