@@ -138,7 +138,10 @@ def _add(record: logging.LogRecord, text: str) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """A log file. Lines that cannot be written are lost, which is reported on stderr once and raises nothing."""
+    """A log file. Lines that cannot be written are lost, which is reported on stderr once and raises nothing.
+
+    So are lines of other threads that come after it was closed, without a report.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
@@ -147,16 +150,20 @@ class LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line to the file that has the name now."""
         self.follow()
-        super().emit(record)
+        if self.stream is not None:  # else it would be opened again, and nobody would close it
+            super().emit(record)
 
     def follow(self) -> None:
         """Continue in the file that has the name now, or in a new one, if the name is not that of the open file.
 
         The descriptor keeps its number, so another thread may be writing. If no file can be opened, the old one stays.
         """
-        assert self.stream is not None  # opened at once
+        stream = self.stream
+        if stream is None:  # closed
+            return
         try:
-            ours = os.fstat(self.stream.fileno())
+            number = stream.fileno()
+            ours = os.fstat(number)
             try:
                 theirs = os.stat(self.baseFilename)
                 if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
@@ -167,7 +174,7 @@ class LogFile(logging.FileHandler):
         except (OSError, ValueError) as exc:
             self._complain(exc)
             return
-        os.dup2(opened, self.stream.fileno(), inheritable=False)
+        os.dup2(opened, number, inheritable=False)
         os.close(opened)
         self._complained = False
 

@@ -173,6 +173,16 @@ def test_a_new_file_that_cannot_be_opened(path: Path, capsys: pytest.CaptureFixt
     assert "line 4" in path.read_text()
 
 
+def test_issue_a_line_after_the_file_was_closed_raises_nothing(path: Path) -> None:
+    """Another thread logs while a store replaces the file, or at exit."""
+    handler = LogFile(path)
+    handler.close()
+    handler.emit(record())
+    handler.follow()
+    assert handler.stream is None, "nobody would close it"
+    assert path.read_text() == ""
+
+
 def test_a_device_is_no_file_to_follow(path: Path) -> None:
     handler = LogFile(Path("/dev/null"))
     with contextlib.closing(handler):
