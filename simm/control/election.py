@@ -541,13 +541,13 @@ class Coordinator:
 
 
 def _leader(found: KeyValue) -> Leader | None:
-    """Parse PREFIX/leader; None if it is malformed."""
+    """Parse PREFIX/leader; None if it is malformed, or has what pages and answers to peers cannot show."""
     try:
         fields = json.loads(found.value)
         leader = Leader(**fields)
     except (ValueError, RecursionError, TypeError):
         return None
-    return leader if all(isinstance(text, str) for text in leader[:4]) else None
+    return leader if all(isinstance(text, str) and text.isprintable() for text in leader[:4]) else None
 
 
 def _read_head(head: KeyValue, way_out: str) -> tuple[int, dict[str, Any]]:

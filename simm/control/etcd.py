@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..config.parsers import Address, TlsOptions
-from ..errors import ConfigError, TransportError, UsageError
+from ..errors import ConfigError, TransportError, UsageError, printable
 from ..net.tls import Context, no_passphrase
 
 #: Largest answer that is read. A key of SiMM has at most a few hundred KiB.
@@ -60,7 +60,7 @@ class EtcdError(TransportError):
     """No useful answer. ``code``: etcd's gRPC status, or None. ``maybe``: the request may have been carried out."""
 
     def __init__(self, text: str, *, code: int | None = None, maybe: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(printable(text))  # pages and answers to peers show it
         self.code = code
         self.maybe = maybe
 

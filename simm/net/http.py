@@ -204,6 +204,8 @@ class Web:
 
     def _shake(self, client: _Client, handshake: ServerHandshake) -> None:
         """Go on with the handshake, and read when it is done."""
+        if client not in self._clients:  # dropped in this turn
+            return
         from .tls import PlainText
 
         try:
@@ -387,7 +389,7 @@ class Web:
         return token_fits([token.secret.encode() for token in self._tokens], secret)
 
     def _answer(self, client: _Client, page: Page, head_only: bool) -> None:
-        body = page.body.encode()
+        body = page.body.encode(errors="backslashreplace")  # texts of files and peers may have lone surrogates
         extra = "".join(f"{name}: {value}\r\n" for name, value in page.headers)
         extra += "WWW-Authenticate: Bearer\r\n" if page.status == 401 else ""
         close = "" if client.keep else "Connection: close\r\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from simm.control import election
-from simm.control.election import Coordinator, NotLeader
-from simm.control.etcd import EtcdError
+from simm.control.election import Coordinator, Leader, NotLeader
+from simm.control.etcd import EtcdError, KeyValue
 from simm.manager import Manager
 from simm.net.loop import Loop
 from tests.models.etcd import TTL_S, ModelEtcd, Network, Store
@@ -131,6 +132,15 @@ def test_issue_nor_at_its_next_attempt_nor_at_its_end(house: House, call: str) -
     else:
         assert not one.state.save_now(last=True)
     assert house.stored() == before and not one.leading
+
+
+@pytest.mark.parametrize("name", ["id", "address", "http", "host"])
+def test_a_leader_is_one_whose_address_can_be_shown(name: str) -> None:
+    """A standby's pages and answers have it."""
+    me = Leader("1", "host:1", "", "host", 7, 1.0)
+    for leader in (me, Leader(*({**me._asdict(), name: "evil\ud800"}.values()))):
+        value = json.dumps(leader._asdict()).encode()
+        assert election._leader(KeyValue(LEADER, value, 1, 1, 1)) == (me if leader is me else None)
 
 
 def test_only_who_has_loaded_the_state_may_replace_it(house: House) -> None:

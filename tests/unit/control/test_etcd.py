@@ -220,6 +220,13 @@ def test_what_etcd_refuses_is_not_asked_elsewhere() -> None:
             etcd.keepalive(5)
 
 
+def test_issue_what_etcd_says_can_be_shown() -> None:
+    """A lone surrogate in it ended the manager that showed it on a page."""
+    with Fake(says(error(3, "evil \ud800\x1b[2J"))) as fake, pytest.raises(EtcdError, match="evil") as caught:
+        asking(fake.endpoint).get(b"k")
+    assert str(caught.value).isprintable() and str(caught.value).encode()
+
+
 def test_a_keepalives_stream_need_not_end() -> None:
     line = json.dumps({"result": {"ID": "5", "TTL": "3"}}).encode() + b"\n"
     ended = threading.Event()

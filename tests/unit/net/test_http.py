@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -147,6 +149,31 @@ def test_metrics_come_in_the_form_that_is_asked_for(web: Callable[..., tuple[Loo
     assert b"text/plain; version=0.0.4" in plain and plain.endswith(b"\r\n\r\n# HELP m About.\n# TYPE m gauge\nm 1\n")
     other = ask(loop, address, b"GET /metrics HTTP/1.1\r\nACCEPT: application/openmetrics-text\r\n\r\n")
     assert b"application/openmetrics-text; version=1.0.0" in other and other.endswith(b"m 1\n# EOF\n")
+
+
+def test_issue_a_page_may_have_text_that_is_no_utf8(
+    web: Callable[..., tuple[Loop, Web, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the process: the name of a file, or what a peer has said."""
+    loop, server, address = web()
+    monkeypatch.setitem(server.routes, "/odd", lambda: Page("no \udcff \u00e4"))
+    answer = ask(loop, address, b"GET /odd HTTP/1.1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\nno \\udcff \xc3\xa4")
+    assert b"Content-Length: 12\r\n" in answer
+
+
+def test_a_handshake_ends_with_its_connection(web: Callable[..., tuple[Loop, Web, str]]) -> None:
+    """The selector may have reported it in the turn in which it was dropped."""
+    loop, server, address = web()
+    steps: list[str] = []
+    with contextlib.closing(socket.create_connection(parse_address(address), WAIT_S)):
+        while not server.connections:
+            loop.run_once(0.1)
+        (client,) = server._clients
+        server._drop(client)
+        handshake: Any = SimpleNamespace(sock=client.sock, step=lambda: steps.append("step"))
+        server._shake(client, handshake)
+    assert not steps
 
 
 def test_a_new_connection_gets_the_place_of_the_oldest() -> None:
