@@ -55,6 +55,11 @@ def _yes_no(text: str) -> bool:
     return word in ("true", "1", "yes", "y", "t")
 
 
+def _log_file(text: str) -> Path | None:
+    """Parse a path; None stands for none given."""
+    return parsers.path_of(text) if (text := text.strip()) else None
+
+
 class Flag(NamedTuple):
     """A flag that :func:`set_flag` knows."""
 
@@ -68,7 +73,7 @@ FLAGS: Final[dict[str, Flag]] = {
         _managers, "manager's host or HOST:PORT, or several, by commas; unset: the environment's, else 127.0.0.1"
     ),
     "cm_rpc_inter_port": Flag(_port, f"manager's port; unset: {DEFAULT_MANAGER_PORT}"),
-    "clnt_log_file": Flag(str.strip, "file to log to; unset: the program's own logging"),
+    "clnt_log_file": Flag(_log_file, "file to log to; unset: the program's own logging"),
     "clnt_thread_pool_size": Flag(
         parsers.integer(1, 1024), "most threads that share large copies; the machine's cores are a bound of their own"
     ),
@@ -138,8 +143,8 @@ def load(copy_threads_max: int) -> settings.Settings:
         given["copy_threads"] = min(threads, copy_threads_max)
     if "clnt_put_if_absent" in _flags:
         given["put_if_absent"] = _flags["clnt_put_if_absent"]
-    if _flags.get("clnt_log_file"):
-        given["log_file"] = Path(_flags["clnt_log_file"]).expanduser()
+    if _flags.get("clnt_log_file") is not None:
+        given["log_file"] = _flags["clnt_log_file"]
     loaded = settings.load("client", given)
     named, port = _flags.get("cm_primary_node_ip") or (), _flags.get("cm_rpc_inter_port") or 0
     from_default = loaded.origin("manager") == "default"

@@ -334,10 +334,13 @@ def optional(parse: Callable[[Any], Any], empty: str = "") -> Callable[[Any], An
 
 
 def path_of(value: Any) -> Path:
-    """Parse a path; ~ is the home folder."""
+    """Parse a path; ~ is the home folder, ~NAME that of another user."""
     from pathlib import Path
 
-    return Path(string(value)).expanduser()
+    try:
+        return Path(string(value)).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{value!r}: there is no such user's folder here; write the whole path") from None
 
 
 def _utf8_bytes(text: str) -> int:

@@ -545,10 +545,12 @@ def _read_file(path: Path, command: str) -> dict[str, tuple[Any, str]]:
             if not table_name and key in tables:
                 continue
             name = key.replace("-", "_")
+            where = f"{path} [{table_name}]" if table_name else str(path)
             if name not in SETTINGS or isinstance(value, dict):
-                where = f"{path} [{table_name}]" if table_name else str(path)
                 known = [*SETTINGS, *COMMANDS] if not table_name else list(SETTINGS)
                 raise _unknown(f"{'table' if isinstance(value, dict) else 'setting'} in {where}:", key, known)
+            if not isinstance(value, (str, int, float, list, type(None))):  # :func:`_parse` lets others pass
+                raise ConfigError(f"{key} in {where} is a date or a time, {value}: write text in quotes")
             if table_name in ("", command):
                 found[name] = (value, f"file {path}" + (f" [{table_name}]" if table_name else ""))
     return found

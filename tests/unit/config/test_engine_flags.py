@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def manager() -> str:
      ("cm_primary_node_port", "1,b", False), ("cm_primary_node_port", "", True), ("cm_rpc_inter_port", "30001", True),
      ("cm_rpc_inter_port", "0", False), ("cm_rpc_inter_port", "65536", False), ("cm_rpc_inter_port", "port", False),
      ("cm_rpc_inter_port", 30001, True), ("clnt_log_file", "/x/y.log", True), ("clnt_log_file", None, False),
+     ("clnt_log_file", "", True), ("clnt_log_file", "~nobody-has-this-name/y.log", False),
      ("clnt_thread_pool_size", "10", True), ("clnt_thread_pool_size", "-1", False),
      ("clnt_sync_req_timeout_ms", "500", True), ("clnt_sync_req_timeout_ms", "0", False),
      ("clnt_async_req_timeout_ms", "1000", True), ("clnt_syncreq_enable_retry", "true", True),
@@ -120,6 +122,12 @@ def test_puts_of_what_is_absent_are_an_option_of_the_client() -> None:
     for text, on in (("true", True), ("false", False)):
         assert set_flag("clnt_put_if_absent", text)
         assert ClientOptions.from_settings(engine_flags.load(3)).put_if_absent is on
+
+
+def test_the_log_file() -> None:
+    for given, wanted in ((" ~/y.log ", Path.home() / "y.log"), ("", None)):
+        assert set_flag("clnt_log_file", given)
+        assert engine_flags.load(3).log_file == wanted
 
 
 def test_two_ports_for_one_address() -> None:

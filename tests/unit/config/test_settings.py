@@ -252,6 +252,16 @@ def test_toml(tmp_path: Path) -> None:
         load("manager", {}, {}, write(tmp_path / "bad.toml", "memory = "))
 
 
+@pytest.mark.parametrize("value", ["2026-01-02", "07:32:00", "2026-01-02T07:32:00Z"])
+@pytest.mark.parametrize("table", ["", "[manager]"])
+def test_issue_a_date_is_no_value_of_a_setting(tmp_path: Path, value: str, table: str) -> None:
+    """It was taken as it is, by commands of another table too."""
+    pytest.importorskip("tomllib", reason="this Python has no tomllib")
+    file = write(tmp_path / "simm.toml", f"warm = true\n{table}\ngrace_ms = {value}\n")
+    with pytest.raises(ConfigError, match=r"grace_ms in .*simm.toml.* is a date or a time.*in quotes"):
+        load("dataserver", {}, {}, file)
+
+
 def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tomllib", None)
     with pytest.raises(ConfigError, match="JSON"):
@@ -265,6 +275,8 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
     ("argv", "env", "says"),
     [
         ({"memroy": "1G"}, {}, "'memory'"),
+        ({"runtime_dir": "~nobody-has-this-name/x"}, {}, r"runtime_dir \(from --runtime-dir\): '~nobody.*no such user"),
+        ({}, {"SIMM_TOKEN_FILE": "~nobody-has-this-name/x"}, r"token_file \(from environment .*no such user's folder"),
         ({"memory": "lots"}, {}, r"memory \(from --memory\).*8G"),
         ({}, {"SIMM_WARM": "perhaps"}, r"warm \(from environment SIMM_WARM\).*true nor false"),
         ({"policy": "seive"}, {}, "did you mean 'sieve'"),
