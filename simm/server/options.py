@@ -14,7 +14,7 @@ from ..config.tokens import Token, TokenRole, token_for
 from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import ConfigError
 from ..host import numa
-from ..ipc.segments import check_server_name, check_socket_paths
+from ..ipc.segments import WORKERS_MAX, check_server_name, check_socket_paths
 from ..net.local_users import LocalUsers
 from ..net.tls_peer import ServerTls, server_tls
 from .membership import JOIN_TIMEOUT_S
@@ -120,6 +120,12 @@ def options_from(settings: Settings, *, end_with: int = 0, join_timeout_s: float
             )
     # In turns, so that a worker keeps its node, and a warm arena its memory, when their number changes.
     nodes = numa.parse_numa(settings.numa) * settings.workers
+    if len(nodes) > WORKERS_MAX:
+        raise ConfigError(
+            f"a data server has at most {WORKERS_MAX} workers: {settings.workers} (workers, "
+            f"{settings.origin('workers')}) on each of {len(nodes) // settings.workers} NUMA nodes (numa, "
+            f"{settings.origin('numa')}) are {len(nodes)}"
+        )
     check_socket_paths(str(settings.runtime_dir), settings.name, len(nodes))
     runtime_dir = ensure_runtime_dir(settings.runtime_dir, group)
     return DataServerOptions(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from simm.cluster.nodes import NODE_WORKERS_MAX
 from simm.config.settings import load
 from simm.errors import ConfigError
 from simm.server import options as server_options
@@ -35,6 +36,18 @@ def test_the_table_by_its_slots_or_by_a_values_size(
     both = load("dataserver", {"runtime_dir": str(tmp_path), "slots": "9", "value_size": "64K"}, {})
     with pytest.raises(ConfigError, match=r"slots \(9, .*\) and value_size \(65536, .*\) both say how large"):
         options_from(both)
+
+
+def test_issue_more_workers_than_a_manager_takes_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All memory was faulted in first, and then JOIN was refused for ever."""
+    monkeypatch.setattr(server_options.numa, "parse_numa", lambda _spec: [0, 1])
+    most = load("dataserver", {"workers": "32", "runtime_dir": str(tmp_path)}, {})
+    assert len(options_from(most).nodes) == NODE_WORKERS_MAX
+    more = load("dataserver", {"workers": "33", "runtime_dir": str(tmp_path)}, {})
+    with pytest.raises(ConfigError, match=r"at most 64 workers: 33 \(workers, --workers\) on each of 2 NUMA .* are 66"):
+        options_from(more)
 
 
 @pytest.mark.parametrize("wrong", ["0", "67088385", "x", "-1"])
