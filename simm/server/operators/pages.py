@@ -538,10 +538,14 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
 
 
 def _kept_by(found: Mapping[str, Mapping[str, int]], shown: Collection[str] | None) -> dict[tuple[str, str], int]:
-    """Return kept bytes, or slots, by namespace and class, those of namespaces that are not in ``shown`` as of one."""
+    """Return kept bytes, or slots, by namespace and class, those of namespaces that are not in ``shown`` as of one.
+
+    So are names that cannot be printed: escaped, two of them may look alike.
+    """
     sums: dict[tuple[str, str], int] = {}
     for namespace, sizes in found.items():
-        name = namespace if shown is None or namespace in shown else OTHERS
+        named = namespace.isprintable() and (shown is None or namespace in shown)
+        name = namespace if named else OTHERS
         for kind, size in sizes.items():
             sums[name, kind] = sums.get((name, kind), 0) + size
     return sums

@@ -185,6 +185,16 @@ def test_a_page_names_no_namespace_to_tenants(server: Any, bound: bool) -> None:
     assert ("secret" in text) == (not bound), "the control"
 
 
+def test_issue_no_two_samples_of_kept_values_have_the_same_labels() -> None:
+    """A name that cannot be printed looks like the one that has its escapes. Prometheus refused the whole page."""
+    sizes = {"a\x01": {"hard": 1}, "a\\x01": {"hard": 2}, "\u202e": {"hard": 4}}
+    row = Row(0, 0, {"kept": {"bytes": sizes, "slots": sizes}})
+    text = metrics("a", [row], joined=True, fenced=False, epoch=1).text()
+    for metric in ("simm_kept_bytes", "simm_kept_slots"):
+        found = [line.split('namespace="')[1] for line in text.splitlines() if line.startswith(f"{metric}{{")]
+        assert sorted(found) == ['(others)",class="hard"} 5', 'a\\\\x01",class="hard"} 2']
+
+
 def test_what_streams_and_endpoints_refuse_is_in_the_workers_metrics() -> None:
     streams = [SimpleNamespace(failures=Failures()) for _ in range(2)]
     first, second = (stream.failures for stream in streams)
