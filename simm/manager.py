@@ -29,6 +29,7 @@ What can go wrong, and what we chose
   one, also at a manager that has never seen it.
 * *An fsync takes seconds.* A thread waits for it. Changes wait half a second at most; then they are sent as if the disk
   had failed (``control/state_keeper.py``).
+* *Changes come faster than they are stored.* Each map is sent once it is stored, though it is not the present one then.
 
 Exit codes: 0 stopped by a signal; 1 cannot start (port taken, state in use); 2 the configuration or the state file must
 be corrected.
@@ -43,7 +44,6 @@ import os
 import secrets
 import socket
 import sys
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
@@ -73,7 +73,7 @@ from .control.links import (
 from .control.pages import ManagerPages, Standing
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper, stored_cluster
-from .control.waiting import MAPS_PER_TURN, Waiting
+from .control.waiting import Pushes, Told, Waiting
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
 from .net.http import Web
 from .net.listeners import bound_address, open_listener
@@ -126,24 +126,25 @@ class Manager(Service):
         self._tuning = tuning.Tuning(self, loop, lambda name: self._links.peer_of(name), self._subscribers)
         self.insecure, self.leading, self.started = insecure, False, loop.now
         self.counts = dict.fromkeys(
-            ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_reported", "maps_offered",
-             "unauthorized"), 0,
+            ("joins", "joins_refused", "heartbeats", "maps_sent", "moves_reported", "maps_offered", "unauthorized"), 0,
         )  # fmt: skip
         self._tokens, self._users = tokens, users
         #: And its term in which this manager leads.
         self._coordinator, self._term = coordinator, 0
         self.state = StateKeeper(
             loop, store if coordinator is None else coordinator, EPOCHS_RESERVED,
-            lambda: (self.cluster.epoch, self.cluster.to_state()), self._publish, self.step_down,
+            self._snapshot, self._publish, self.step_down,
             lambda: {**self._tuning.traces.to_state(), **self.advances.to_state()},
         )  # fmt: skip
         self._settling = False
         self._waiting = Waiting()
-        self._to_push: deque[Peer] = deque()
-        self._push_frame, self._push_epoch = b"", 0
-        self._encoded: Encoded | None = None
+        #: The present map; that of the newest snapshot; and the newest one that may be sent.
+        self._present: Told | None = None
+        self._saving: Told | None = None
+        self._told: Told | None = None
         self._links = ServerLinks(lambda: self.cluster.nodes)
         self.advances: Advances = Advances(lambda: self.cluster, lease_s, lambda: self.state.stored > 0)
+        self._pushes = Pushes(loop, self._leads, self.advances.tell)
         self.activity = activity.Activity(tokens)
         self.events = EventLog(lambda: len(self.cluster.live_workers()))
         self.pages = ManagerPages(self.status, self.standing, self._trouble, self.activity, self.events, loop.clock)
@@ -216,7 +217,7 @@ class Manager(Service):
 
     def on_drain(self, peer: Peer) -> None:
         if peer.context.stale:
-            self._push(peer, peer.context)
+            self._pushes.push(peer)
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         state: ConnectionState = peer.context
@@ -288,7 +289,7 @@ class Manager(Service):
                 (self._subscribers.add if msg.subscribe & E.SUBSCRIBE_MAPS else self._subscribers.discard)(peer)
             self._tuning.traces.greet(peer)
             if msg.subscribe & P.SUBSCRIBE_REPORTS and self._links.has_joined(peer):
-                peer.push(P.ReportEvery(int(self.activity.interval_s() * 1000)))
+                peer.push(P.ReportEvery(int(self.activity.interval_s(self.cluster.nodes) * 1000)))
             self.advances.asked(self._links.names(peer), state.follows)
             joined, supervisor = self._links.has_joined(peer), state.supervisor
             self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=joined, supervisor=supervisor))
@@ -370,21 +371,30 @@ class Manager(Service):
             self._answer_waiting()
             self._look_at_advances()
 
-    def _map(self) -> Encoded:
+    def _map(self) -> Told:
         """Return the map. With a thousand workers it takes milliseconds to encode, so that is done once."""
         reply = self.cluster.map_reply()
-        if self._encoded is None or self._encoded.msg is not reply:
-            self._encoded = Encoded(reply)
-        return self._encoded
+        if self._present is None or self._present.map.msg is not reply:
+            self._present = Told(Encoded(reply), self.advances.epochs()._replace(epoch=reply.epoch))
+        return self._present._replace(asked=self._waiting.asked)
+
+    def _snapshot(self) -> tuple[int, Any]:
+        """Return what is to be stored, and keep its map, which may be sent as soon as it is."""
+        self._saving = None if self.cluster.rebuilding else self._map()
+        return self.cluster.epoch, self.cluster.to_state()
 
     def _answer_waiting(self) -> None:
-        """Answer the requests that wait, if the map may be sent."""
-        if not self._waiting or self.cluster.rebuilding or (self._settling and self.state.used):
+        """Answer the requests that wait, if a map may be sent that is no older than they are."""
+        if not self._waiting or self.cluster.rebuilding:
             return
-        if not self.state.cover(self.cluster.epoch) or self.state.holds_back or not self._leads():
+        settled = not (self._settling and self.state.used)
+        if settled and self.state.cover(self.cluster.epoch) and not self.state.holds_back:
+            self._told = self._map()
+        told = self._told
+        if told is None or told.epochs.cluster != self.cluster.cluster or not self._leads():
             return
-        found = self._map()
-        for peer, number, said in self._waiting.take(self.loop, self._answer_waiting):
+        found = told.map
+        for peer, number, said in self._waiting.take(self.loop, self._answer_waiting, told.asked):
             if said is not None and not peer.closed:
                 peer.send_message(said.message, number, status=said.status)
             elif not peer.closed:
@@ -392,7 +402,7 @@ class Manager(Service):
                 state.stale = False
                 state.epoch = found.msg.epoch
                 self.counts["maps_sent"] += 1
-                self.advances.tell(peer)
+                self.advances.tell(peer, told.epochs)
                 peer.send(found.header(number, flags=Flag.REPLY))
                 peer.send(found.body)  # one for all, also for those that do not read
 
@@ -412,42 +422,25 @@ class Manager(Service):
             self._publish()
 
     def _publish(self) -> None:
-        """Send the map to those who wait for it, and push it if it has changed; unless it must be stored first."""
-        if not self.leading or self.state.holds_back or not self._leads() or self.cluster.rebuilding:
+        """Send the map to those who wait for it, and push it if it has changed: the newest one that may be sent.
+
+        That is the present one, or, if that must be stored first, the one that has been stored just now.
+        """
+        if not self.leading or not self._leads() or self.cluster.rebuilding:
             return
-        self.state.sent()
+        told = self._saving if self.state.landed else None
+        if not self.state.holds_back:
+            self.state.sent()
+            told = self._map()
+        newest = self._told.epochs.epoch if self._told is not None else 0
+        if told is None or told.epochs.cluster != self.cluster.cluster or told.epochs.epoch < newest:
+            return
+        self._told = told
         self._answer_waiting()
-        found = self._map()
-        epoch = found.msg.epoch
-        self.advances.tell_longer(self._subscribers, epoch)
-        if epoch == self._push_epoch:
-            return
-        self._push_epoch = epoch
-        self._push_frame = found.header(flags=Flag.PUSH) + found.body
-        fresh = not self._to_push
-        for peer in self._subscribers:
-            state: ConnectionState = peer.context
-            if not state.stale and state.epoch != epoch and not self._waiting.for_map(peer):
-                state.stale = True
-                self._to_push.append(peer)
-        if fresh:
-            self._push_some()
-
-    def _push_some(self) -> None:
-        self._leads()  # if not, the connections are closed
-        for _ in range(min(MAPS_PER_TURN, len(self._to_push))):
-            peer = self._to_push.popleft()
-            if not peer.closed and peer.context.stale and not peer.out:
-                self._push(peer, peer.context)
-        if self._to_push:
-            self.loop.call_later(0.0, self._push_some)
-
-    def _push(self, peer: Peer, state: ConnectionState) -> None:
-        state.stale = False
-        state.epoch = self._push_epoch
-        self.counts["pushes"] += 1
-        self.advances.tell(peer)
-        peer.send(self._push_frame)
+        told = self._told  # the present one, if it had waited long enough just now
+        self.advances.tell_longer(self._subscribers, told.epochs)
+        if told.epochs.epoch != self._pushes.epoch:
+            self._pushes.begin(told, self._subscribers, self._waiting)
 
     # -- storing ---------------------------------------------------------------------------------
 
@@ -457,7 +450,7 @@ class Manager(Service):
         # A predecessor may have left no trace, and one whose key was deleted leads on: see control/election.py.
         cluster.unsure = self.loop.clock() + (self._coordinator.ttl_s if self._coordinator is not None else 0)
         self._tuning.traces.take_state(self.state.loaded)
-        self._push_epoch = cluster.epoch
+        self._pushes.epoch, self._saving, self._told = cluster.epoch, None, None
         self.state.begin(reserved)
         return cluster
 
@@ -473,6 +466,7 @@ class Manager(Service):
         leading, leader, _ = self.standing()
         counters = {
             "protocol_errors": self.loop.protocol_errors, "handler_errors": self.loop.handler_errors, **self.counts,
+            "pushes": self._pushes.made,
             "state_writes": self.state.writes, "state_write_failures": self.state.failures,
             "advances": self.advances.confirmed, "advances_unconfirmed": self.advances.unconfirmed,
         }  # fmt: skip

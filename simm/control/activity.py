@@ -117,10 +117,15 @@ class Activity:
         self._tokens = tokens
         self._servers: dict[str, _Server] = {}
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY)
+        self._interval_s = REPORT_S
 
-    def interval_s(self) -> float:
-        """Return how often a server reports."""
-        return max(REPORT_S, REPORT_S_A_SERVER * len(self._servers))
+    def interval_s(self, nodes: Mapping[str, Node]) -> float:
+        """Return how often a server of these reports, seconds. O(nodes).
+
+        Those that have not reported yet count: after a manager's restart all of them ask at once.
+        """
+        self._interval_s = max(REPORT_S, REPORT_S_A_SERVER * sum(node.serving for node in nodes.values()))
+        return self._interval_s
 
     def forget(self) -> None:
         """Forget everything: this manager does not lead any more."""
@@ -146,6 +151,7 @@ class Activity:
         """Add a point to the history. Forgets servers that are not in the map any more. O(workers)."""
         for name in [name for name in self._servers if name not in nodes or nodes[name].released]:
             self.drop(name)
+        self.interval_s(nodes)
         used = moving = 0
         for node in nodes.values():
             if node.serving:
@@ -169,7 +175,7 @@ class Activity:
         return [server for server in self._servers.values() if self._is_fresh(server, now)]
 
     def _is_fresh(self, server: _Server, now: float) -> bool:
-        return now - server.at <= STALE_REPORTS * self.interval_s()
+        return now - server.at <= STALE_REPORTS * self._interval_s
 
     def rates(self, now: float) -> dict[str, Any]:
         """Return what all clients do a second, and their hit ratio; None without a get."""

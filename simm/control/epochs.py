@@ -23,7 +23,7 @@ of an older version does not tell how long the leases were, so that they are of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ..cluster.epochs import DRIFT, LATE_S, Acknowledged
@@ -92,26 +92,29 @@ class Advances:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def tell(self, peer: Peer) -> None:
+    def tell(self, peer: Peer, epochs: Epochs) -> None:
         """Push the EPOCHS that come before a map, if the peer has asked for them and one of its namespaces has epochs.
 
-        Peers that may know of the same ones share a frame. O(namespaces) for one that is bound, else O(1).
+        ``epochs``: all, as of that map, which the present one may have followed. Peers that may know of the same ones
+        share a frame. O(namespaces) for one that is bound, else O(1).
         """
-        state, cluster = peer.context, self._cluster()
-        if not (state.epochs and cluster.namespaces):
+        state = peer.context
+        if not (state.epochs and epochs.namespaces):
             return
-        if self._frames_of != (now := (cluster.epoch, self._granted_ms())):
+        if self._frames_of != (now := (epochs.epoch, self._granted_ms())):
             self._frames_of = now
             self._frames.clear()
-        shown = tuple(visible(cluster, state.gate)) if state.gate.bound else None
+        shown = tuple(_visible(epochs.namespaces, state.gate)) if state.gate.bound else None
         if shown == ():
             return
         if shown not in self._frames:
-            self._frames[shown] = encode(self.epochs(shown), 0, flags=Flag.PUSH)
+            names = epochs.namespaces if shown is None else list(shown)
+            msg = epochs._replace(lease_ms=self._granted_ms(), namespaces=names)
+            self._frames[shown] = encode(msg, 0, flags=Flag.PUSH)
         peer.send(self._frames[shown])
 
-    def tell_longer(self, peers: Iterable[Peer], epoch: int) -> None:
-        """Push EPOCHS again to those with the map of this epoch once our leases are given: no map may follow for hours.
+    def tell_longer(self, peers: Iterable[Peer], epochs: Epochs) -> None:
+        """Push EPOCHS again to those with their map once our leases are given: no map may follow for hours.
 
         Those whose map is older get EPOCHS with the next one. O(1) but for that once, O(peers) then.
         """
@@ -119,14 +122,13 @@ class Advances:
             return
         self._shortened = False
         for peer in list(peers):  # sending may close a peer, which leaves the set of them then
-            if peer.context.epoch == epoch and not peer.context.stale:
-                self.tell(peer)
+            if peer.context.epoch == epochs.epoch and not peer.context.stale:
+                self.tell(peer, epochs)
 
-    def epochs(self, shown: Sequence[NamespaceEpoch] | None = None) -> Epochs:
-        """Return all epochs as of the present map, or those that are shown to somebody."""
+    def epochs(self) -> Epochs:
+        """Return all epochs as of the present map."""
         cluster = self._cluster()
-        table = cluster.namespaces.table() if shown is None else list(shown)
-        return Epochs(cluster.epoch, cluster.cluster, self._granted_ms(), table)
+        return Epochs(cluster.epoch, cluster.cluster, self._granted_ms(), cluster.namespaces.table())
 
     def _granted_ms(self) -> int:
         """Return how long the leases are that are given now, ms; 0 for ever."""
@@ -259,4 +261,8 @@ class Advances:
 
 def visible(cluster: Cluster, gate: Gate) -> list[NamespaceEpoch]:
     """Return the epochs of the namespaces that the peer of this gate may use. O(namespaces)."""
-    return [each for each in cluster.namespaces.table() if gate.admits(each.name)]
+    return _visible(cluster.namespaces.table(), gate)
+
+
+def _visible(table: Iterable[NamespaceEpoch], gate: Gate) -> list[NamespaceEpoch]:
+    return [each for each in table if gate.admits(each.name)]

@@ -9,7 +9,9 @@ Rules, for which ``manager.py`` gives the reasons:
 
 A save in a file is made by a thread. An ``fsync`` takes milliseconds on an idle disk, and many seconds on one that is
 busy or about to fail; the manager's loop must not wait for it. One save is under way at any time, and what changes
-meanwhile is in the next one. A save by a coordinator is made at once, as it is the decision of who leads too.
+meanwhile is in the next one, and has its own time to wait. There may be no moment at which all is stored. So who sends
+keeps what there was to send when a snapshot was made, and may send that as soon as it has ``landed``. A save by a
+coordinator is made at once, as it is the decision of who leads too.
 """
 
 from __future__ import annotations
@@ -75,8 +77,14 @@ class StateKeeper:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._ended = -1
-        #: When the first change began to wait for its storing; None if none waits.
+        #: When the first change began to wait for its storing that is in the save under way, and the first that is in
+        #: the next one; None if none waits.
         self._waiting_since: float | None = None
+        self._later_since: float | None = None
+        #: Whether the newest snapshot is stored.
+        self.landed = False
+        #: Changes so far; those in the save under way, in what is stored, and among what has been sent.
+        self._changes = self._saving_changes = self._stored_changes = self._sent_changes = 0
         #: When the save under way began.
         self._began = 0.0
         self.writes = 0
@@ -98,7 +106,8 @@ class StateKeeper:
         if self._failed:
             return "the state cannot be stored"
         late = self._thread is not None and self._loop.clock() - self._began > PATIENCE_S
-        return "the state is not stored yet" if late else ""
+        ahead = self._store is not None and self._sent_changes > self._stored_changes
+        return "the state is not stored yet" if late or ahead else ""
 
     @property
     def refuses(self) -> str:
@@ -129,12 +138,13 @@ class StateKeeper:
 
     def begin(self, reserved: int) -> None:
         """Go on from a state that reserves epochs below ``reserved``. It is to be saved before the next answer."""
-        self._reserved, self._stored_epoch = reserved, 0
+        self._reserved, self._stored_epoch, self.landed = reserved, 0, False
         self._unsaved = True
 
     def forget(self) -> None:
         """Nothing is to be saved any more."""
-        self._unsaved = False
+        self._unsaved = self.landed = False
+        self._sent_changes = self._stored_changes
 
     def save_in_background(self) -> None:
         """Save by a thread from now on, if the store is a file. Call :meth:`close` in the end."""
@@ -155,8 +165,17 @@ class StateKeeper:
     # -- saving ------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Note that something is to be saved."""
+        """Note that something is to be saved. O(1)."""
         self._unsaved = True
+        self._changes += 1
+        if self._thread is not None and self._later_since is None:
+            self._later_since = self._since_now()
+
+    def _since_now(self) -> float:
+        """Return the time from which a change waits, and have it sent when it has waited long enough."""
+        now = self._loop.clock()
+        self._loop.call_later(PATIENCE_S, self._overdue)
+        return now
 
     @property
     def holds_back(self) -> bool:
@@ -166,14 +185,16 @@ class StateKeeper:
         return self._patience_s() > 0.0
 
     def _patience_s(self) -> float:
-        """Return for how long changes still wait for the save under way. Several may wait for it in one turn."""
-        if self._thread is None or self._waiting_since is None:
+        """Return for how long changes still wait for their saves. Several may wait for one in one turn."""
+        since = self._waiting_since if self._waiting_since is not None else self._later_since
+        if since is None or self._pausing:
             return 0.0
-        return self._waiting_since + PATIENCE_S - self._loop.clock()
+        return since + PATIENCE_S - self._loop.clock()
 
     def sent(self) -> None:
         """Note that the changes of until now have been sent."""
-        self._waiting_since = None
+        self._waiting_since = self._later_since = None
+        self._sent_changes = self._changes
 
     def cover(self, epoch: int) -> bool:
         """Make the stored state cover an epoch. Return True if the epoch may be sent."""
@@ -183,8 +204,11 @@ class StateKeeper:
             self._unsaved = True
             self.save()
         # The save under way may have begun too early to reserve this epoch; the next one does reserve it.
+        until = self._loop.clock() + PATIENCE_S
         for _ in range(2):
-            left_s = self._patience_s()
+            # A save that takes longer is waited for no more, whatever changes meanwhile: the loop would stand still.
+            under_way_s = self._began + PATIENCE_S - self._loop.clock() if self._thread is not None else 0.0
+            left_s = min(self._patience_s(), under_way_s, until - self._loop.clock())
             if left_s > 0.0 and epoch >= self._reserved and self.wait(left_s):
                 self._collect()
                 self.changed()
@@ -214,8 +238,10 @@ class StateKeeper:
     def _document(self, reserve: int) -> dict[str, Any]:
         """Return what is to be stored. All changes until now are in it."""
         epoch, state = self._snapshot()
-        self._saving, self._storing = epoch + reserve, epoch
-        self._unsaved = False
+        self._saving, self._storing, self._saving_changes = epoch + reserve, epoch, self._changes
+        self._unsaved = self.landed = False
+        self._waiting_since = self._waiting_since if self._waiting_since is not None else self._later_since
+        self._later_since = None
         return {**self._beside(), "cluster": state, "epochs_reserved": self._saving}
 
     def _save(self, document: dict[str, Any]) -> bool:
@@ -239,8 +265,7 @@ class StateKeeper:
             return False
         self._thread, self._began = thread, self._loop.clock()
         if self._waiting_since is None:
-            self._waiting_since = self._loop.clock()
-            self._loop.call_later(PATIENCE_S, self._overdue)
+            self._waiting_since = self._since_now()
         return True
 
     def _work(self, document: dict[str, Any]) -> None:
@@ -271,21 +296,27 @@ class StateKeeper:
 
     def _background_ended(self) -> None:
         if self._collect():
+            self._stored()  # first: what is stored may be sent, though the next save begins
+            writes = self.writes
             self.save()
-            self._stored()
+            if self.writes > writes:  # here and now, for want of a thread: nobody else tells
+                self._stored()
 
     def _overdue(self) -> None:
-        if self._thread is not None and self._waiting_since is not None and not self.holds_back:
-            log.warning("%s is not stored after %.1f s: service goes on", self.where, PATIENCE_S)
+        waits = self._waiting_since is not None or self._later_since is not None
+        if self._thread is not None and waits and not self.holds_back:
+            told = self._sent_changes > self._stored_changes
+            level = logging.DEBUG if told else logging.WARNING  # once until it is stored
+            log.log(level, "%s is not stored after %.1f s: service goes on", self.where, PATIENCE_S)
             self._stored()
 
     def _take(self, error: Exception | None) -> bool:
         """Take the result of a save. Return True if the state is stored."""
         if error is None:
             self.writes += 1
-            self._reserved, self._stored_epoch = self._saving, self._storing
-            if not self._unsaved:
-                self._waiting_since = None  # also if nobody may be told yet: the next change has its own time
+            self._reserved, self._stored_epoch, self.landed = self._saving, self._storing, True
+            self._stored_changes = self._saving_changes
+            self._waiting_since = None  # also if nobody may be told yet: the next change has its own time
             if self._failed:
                 self._failed = False
                 log.info("the cluster's state is stored again")

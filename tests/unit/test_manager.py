@@ -16,16 +16,21 @@ import pytest
 
 from simm import manager as manager_module
 from simm.cluster.machine import Cluster
+from simm.control import activity
+from simm.control.links import ConnectionState
 from simm.control.state_file import StateFile
+from simm.control.state_keeper import PATIENCE_S
 from simm.control.waiting import MAPS_PER_TURN
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
 from simm.tools import nodes
 from simm.wire import messages as M
+from simm.wire.auth import Gate
 from simm.wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_MAPS, Advance, Epochs
 from simm.wire.hello import client_hello
 from simm.wire.messages import WorkerInfo
+from simm.wire.report_messages import SUBSCRIBE_REPORTS, ReportEvery
 from tests.support.manager_client import instance, joining
 from tests.support.reports import report
 from tests.support.waiting import WAIT_S, wait_until
@@ -263,6 +268,113 @@ def test_issue_an_order_is_confirmed_when_it_is_stored(stored: Stored, answer: s
         assert talk.hear().status == M.Status.UNKNOWN_NODE
 
 
+def test_issue_an_order_after_the_patience_is_over_waits_for_its_save(stored: Stored) -> None:
+    """It was confirmed at once, and no trouble was shown when the save had ended that did not contain it."""
+    talk = Talk(stored.loop, stored.manager)
+    with contextlib.closing(talk.sock):
+        for number, name in enumerate(("a", "b"), 1):
+            talk.ask(joining(number, name, [INFO]), number)
+            assert isinstance(decode(talk.hear()), M.Joined)
+        stored.turns(1.0)
+        wait_until(lambda: stored.loop.run_once(0.0) or stored.manager.state.up_to_date, "it is stored")
+        stored.open.clear()
+        talk.ask(joining(3, "c", [INFO]), 3)
+        assert isinstance(decode(talk.hear()), M.Joined)
+        stored.turns(0.1)
+        stored.turns(PATIENCE_S)
+        assert stored.manager.state.trouble, "the new server is in a map that is not stored"
+        talk.ask(M.Drain(1, "b"), 9)
+        stored.turns(0.2)
+        with pytest.raises(BlockingIOError):
+            talk.sock.recv(1)
+        stored.open.set()
+        assert stored.manager.state.wait(WAIT_S)
+        stored.open.clear()
+        stored.turns(0.1)  # the save that contains it is under way
+        with pytest.raises(BlockingIOError):
+            talk.sock.recv(1)
+        assert stored.draining() == []
+        stored.open.set()
+        assert isinstance(decode(talk.hear()), M.Done) and stored.draining() == ["b"]
+
+
+def test_issue_maps_are_sent_as_they_are_stored_though_changes_never_stop(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who asked for one waited for a second, and the log called a disk slow that took milliseconds."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: stored.open.wait(WAIT_S))
+    manager, asker, server = stored.manager, Talk(stored.loop, stored.manager), Talk(stored.loop, stored.manager)
+    with contextlib.closing(asker.sock), contextlib.closing(server.sock):
+
+        def joins(number: int) -> None:
+            server.ask(joining(number, f"s{number}", [INFO]), number)
+            assert isinstance(decode(server.hear()), M.Joined)
+
+        stored.open.clear()
+        joins(1)
+        stored.turns(0.1)
+        asked: list[int] = []
+        for number in range(2, 14):
+            joins(number)
+            if number % 2 == 0:
+                asked.append(manager.cluster.epoch)
+                asker.ask(M.MapGet(0, 0), number)
+            stored.turns(0.1)
+            assert not select.select([asker.sock], [], [], 0)[0], "the save under way may not contain what it must have"
+            stored.open.set()
+            assert manager.state.wait(WAIT_S)
+            stored.open.clear()
+            stored.loop.run_once(0.0)
+            assert not manager.state.up_to_date, "the next save is under way"
+            if number % 2:
+                assert select.select([asker.sock], [], [], 0)[0], "the next save contains it"
+                found = decode(asker.hear())
+                assert found.epoch == manager.state.stored >= asked.pop()
+        assert "service goes on" not in caplog.text
+
+
+class Follower:
+    """A connection that follows the map and its EPOCHS, and keeps what is pushed to it."""
+
+    closed, out = False, b""
+
+    def __init__(self) -> None:
+        self.context = ConnectionState(Gate(M.Service.MANAGER, ()))
+        self.context.asks(SUBSCRIBE_MAPS | SUBSCRIBE_EPOCHS)
+        self.conn = Connection()
+
+    def send(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+
+
+@pytest.mark.parametrize("by", ["turns", "on_drain"])
+def test_issue_no_epochs_are_pushed_that_are_not_stored(by: str) -> None:
+    """EPOCHS were those of the present map, before the map that was stored: 172 of 300 subscribers had them."""
+    coordinator = Stuck()
+    with contextlib.closing(Loop(lambda: 1000.0)) as loop:
+        manager = Manager(loop, coordinator=coordinator)  # type: ignore[arg-type]
+        manager.poll()
+        peers: list[Any] = [Follower() for _ in range(2 * MAPS_PER_TURN)]
+        manager._subscribers.update(peers)
+        manager.cluster.advance(1000.0, "n")
+        first = manager.cluster.epoch
+        manager.state.changed()
+        manager._settled()
+        assert sum(peer.context.stale for peer in peers) == MAPS_PER_TURN, "half of them have it in this turn"
+        coordinator.full = True
+        manager._apply(manager.cluster.advance(1000.0, "n"))
+        manager.state.save()
+        assert manager.cluster.epoch > first and manager.state.holds_back
+        if by == "on_drain":
+            for peer in peers:
+                manager.on_drain(peer)
+        for _ in range(3):
+            loop.run_once(0.0)
+        for peer in peers:
+            epochs, found = [decode(frame) for _ in range(2) if (frame := peer.conn.next_frame())]
+            assert epochs.epoch == found.epoch == epochs.namespaces[0].epoch == first
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_issue_what_is_confirmed_while_the_disk_fails_is_called_so(
     stored: Stored, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -326,6 +438,23 @@ def test_issue_the_report_of_a_server_that_leaves_is_not_kept(loop: Loop) -> Non
             assert talk.hear().status == M.Status.UNKNOWN_NODE and manager.activity._servers
             talk.ask(M.Leave(instance(number, name), name, warm), 4)
             assert decode(talk.hear()) == M.Done(1) and not manager.activity._servers
+
+
+def test_issue_servers_that_have_not_reported_yet_count_for_how_often_all_do(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a manager's restart each of 1,500 was told to report like one of a few."""
+    monkeypatch.setattr(activity, "REPORT_S_A_SERVER", 1.0)
+    manager = Manager(loop)
+    talk = Talk(loop, manager)
+    with contextlib.closing(talk.sock):
+        for number in range(1, 5):
+            talk.ask(joining(number, f"s{number}", [INFO]), number)
+            assert isinstance(decode(talk.hear()), M.Joined)
+        talk.ask(M.Leave(instance(1, "s1"), "s1", 0), 5)
+        assert decode(talk.hear()) == M.Done(1)
+        talk.ask(M.MapGet(0, SUBSCRIBE_REPORTS), 6)
+        assert decode(talk.hear()) == ReportEvery(3000)
 
 
 class Stuck:
@@ -437,7 +566,7 @@ def test_who_waits_for_the_map_gets_it_once() -> None:
         for _ in range(30):
             now[0] += 0.1
             loop.run_once(0.0)
-        assert manager.counts["maps_sent"] == len(talks) and manager.counts["pushes"] == 0
+        assert manager.counts["maps_sent"] == len(talks) and manager.own()["pushes"] == 0
 
 
 def test_issue_only_who_asks_for_maps_gets_them_and_a_question_changes_nothing() -> None:
@@ -460,7 +589,7 @@ def test_issue_only_who_asks_for_maps_gets_them_and_a_question_changes_nothing()
             now[0] += 0.02
             loop.run_once(0.0)
         assert [type(decode(follows.hear())) for _ in range(2)] == [Epochs, M.MapReply]
-        assert manager.counts["pushes"] == 1
+        assert manager.own()["pushes"] == 1
         for talk in (others, ends):
             with pytest.raises(BlockingIOError):
                 talk.sock.recv(1)

@@ -81,6 +81,18 @@ def test_servers_that_have_gone_are_forgotten() -> None:
     assert set(made._servers) == {"lives", "away"}, "others have the shards of the one that is gone"
 
 
+def test_a_large_cluster_reports_less_often() -> None:
+    """Also before the first report, and what is reported so counts until the next one."""
+    made = Activity()
+    nodes = {str(number): Node(str(number), 1, [], NodeState.RUNNING, 0.0) for number in range(1500)}
+    made.look(nodes, 0.0)
+    made.take(report("0"), 0.0)
+    assert made.server("0", 20.0)["clients"] == 3
+    nodes = {name: node for name, node in nodes.items() if int(name) < 100}
+    made.look(nodes, 20.0)
+    assert made.server("0", 20.0)["clients"] is None
+
+
 def test_counters_that_shrink_are_no_rate() -> None:
     made = Activity()
     made.take(report(counts=[1000] * 7), 0.0)

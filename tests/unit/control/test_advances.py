@@ -293,9 +293,9 @@ def test_a_longer_lease_is_given_only_once_it_is_stored(lease_s: float, given: i
     told: list[Any] = []
     peer: Any = SimpleNamespace(context=SimpleNamespace(epochs=True, gate=SimpleNamespace(bound=False)))
     peer.send = told.append
-    advances.tell(peer)
+    advances.tell(peer, advances.epochs())
     saved.append(True)
-    advances.tell(peer)
+    advances.tell(peer, advances.epochs())
     assert advances.epochs().lease_ms == given and told[0] != told[1]
     advances.take_state({"lease_ms": 700_000})
     saved.clear()

@@ -64,6 +64,8 @@ class World:
         if not self.keeper.holds_back:
             self.keeper.sent()
             self.published.append(self.epoch)
+        elif self.keeper.landed:
+            self.published.append(self.keeper.stored)
 
     def change(self) -> None:
         self.epoch += 1
@@ -125,22 +127,48 @@ def test_a_slow_disk_holds_back_for_a_while_only(
     assert world.published == [2] and world.on_disk()[0] == 1
     assert "is not stored after 0.5 s: service goes on" in caplog.text
     world.change()
-    assert not world.keeper.holds_back, "what changes during the same save does not wait for it either"
+    world.turn(PATIENCE_S / 2)
+    assert world.keeper.holds_back and world.published == [2], "what changes during the same save has its own time"
+    world.turn(PATIENCE_S / 2)
+    assert world.published == [2, 3] and caplog.text.count("service goes on") == 1
     disk.open.set()
     world.stored()
     assert world.on_disk() == (3, 3 + RESERVE), "the next save has what changed during the one before"
     assert not world.keeper.trouble
 
 
-def test_changes_that_never_stop_are_sent(world: World) -> None:
-    """Each save ends with another change waiting."""
+def test_issue_what_was_sent_and_is_in_the_next_save_only_is_called_so(world: World, disk: Disk) -> None:
+    """The save under way ended, the next one had just begun, and no trouble was shown though it was stored nowhere."""
+    disk.open.clear()
     world.change()
-    for _ in range(200):
+    world.turn(PATIENCE_S / 2)
+    world.change()
+    world.turn(PATIENCE_S / 2)
+    assert world.published == [3]
+    disk.open.set()
+    assert world.keeper.wait(WAIT_S)
+    disk.open.clear()
+    world.turn()  # the next save is under way
+    assert world.on_disk()[0] == 2 and world.keeper.trouble == "the state is not stored yet"
+    disk.open.set()
+    world.stored()
+    assert world.on_disk()[0] == 3 and not world.keeper.trouble
+
+
+def test_issue_changes_that_never_stop_are_sent_as_they_are_stored(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each save ends with another change waiting. The disk was called slow, and maps waited for half a second."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    world.change()
+    for _ in range(100):
         world.change()
         world.keeper.wait()
         world.turn(PATIENCE_S / 20)
         assert not world.keeper.up_to_date, "the next save is under way"
-    assert len(world.published) >= 9
+        assert world.published[-1] == world.epoch - 1
+    assert len(world.published) == 100 and world.published == sorted(set(world.published))
+    assert "service goes on" not in caplog.text
 
 
 def test_a_disk_that_fails_is_tried_again(world: World, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,8 +233,12 @@ def test_a_stuck_disk_is_waited_for_once_a_turn(world: World, disk: Disk, monkey
     world.epoch += 100 * RESERVE
     for _ in range(20):
         assert world.keeper.cover(world.epoch)
+    world.turn()
+    for _ in range(20):
+        world.change()
+        assert world.keeper.holds_back and world.keeper.cover(world.epoch)
     monkeypatch.undo()
-    assert sum(waited) == PATIENCE_S
+    assert sum(waited) == PATIENCE_S, "a change has its own time, but no time of the loop"
 
 
 def test_each_change_has_its_own_time(world: World, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +281,25 @@ class Etcd:
     def save(self, state: Any) -> None:
         if self.error is not None:
             raise self.error
+
+
+def test_issue_a_change_is_sent_that_was_stored_without_a_further_thread(
+    world: World, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save behind another one was made at once, and nobody told that it was."""
+    disk.open.clear()
+    world.change()
+    world.change()  # for the next save
+    disk.open.set()
+    assert world.keeper.wait(WAIT_S)
+
+    def no_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        wait_until(lambda: (world.turn(), world.keeper.up_to_date)[1], "all is stored")
+    assert world.on_disk()[0] == world.epoch == world.published[-1]
 
 
 def test_with_a_coordinator_nothing_is_sent_that_is_not_stored() -> None:

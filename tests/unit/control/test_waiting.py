@@ -43,11 +43,12 @@ class World:
         self.waiting, self.turns = Waiting(), Turns()
         self.answered: list[tuple[Any, int]] = []
         self.allowed = True
+        self.until = 1 << 62
 
     def answer(self) -> None:
         loop: Any = self.turns
         if self.waiting and self.allowed:
-            self.answered += [(peer, number) for peer, number, _ in self.waiting.take(loop, self.answer)]
+            self.answered += [(peer, number) for peer, number, _ in self.waiting.take(loop, self.answer, self.until)]
 
     def ask(self, peer: Any, number: int) -> None:
         self.waiting.add(peer, number)
@@ -106,6 +107,25 @@ def test_each_request_is_answered_once_against_a_naive_model(monkeypatch: Any) -
         for peer in peers:
             numbers = [number for other, number in world.answered if other is peer]
             assert numbers == sorted(numbers)
+
+
+def test_a_map_answers_only_what_was_asked_before_it() -> None:
+    """Some of these wait for their turn when others come."""
+    world = World()
+    world.until = 0
+    early, late = [Peer() for _ in range(2 * MAPS_PER_TURN)], Peer()
+    for peer in early:
+        world.ask(peer, 1)
+    assert not world.answered
+    world.until = world.waiting.asked
+    world.ask(early[0], 2)
+    world.ask(late, 1)
+    while world.turns.due:
+        world.turns.turn()
+    assert world.answered == [(peer, 1) for peer in early] and len(world.waiting) == 2
+    world.until = world.waiting.asked
+    world.answer()
+    assert world.answered[-2:] == [(early[0], 2), (late, 1)] and not world.waiting._of
 
 
 def test_a_manager_that_steps_down_forgets_them() -> None:
