@@ -220,6 +220,7 @@ class Router:
                 return False
             if self.context.epoch is not None:
                 self.context.epoch.of_cluster(msg.cluster)
+                self.context.epoch.heed(msg.epoch)
             # Sessions and mappings belong to the cluster of the map before.
             known, before = self.targets, self.targets
             if msg.cluster != self.cluster:

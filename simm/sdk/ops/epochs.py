@@ -5,11 +5,19 @@ every later call compute its digests anew. Calls that have begun go on with thei
 
 Readers of arenas that are mapped must first be told to look at epochs where they otherwise would not
 (:func:`~simm.arena.reader.guard`). So a digest with an epoch never meets a reader that has not been told.
+
+A manager that goes on with an old copy of its state may have lost advances. Data servers report newer epochs, but none
+may be left. An epoch is that of the map which brought it. So if a map that is as new or newer comes with an older epoch
+of the same cluster, or with none, the manager has lost an advance that this client knows. The client does not go back:
+values of the older epoch may be left somewhere, which nobody may read. Nor does it have the namespace advance by
+itself. That drops all values for all clients, each client would do it, and the operator may be about to restore a
+better copy. It says what has happened and what to do.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 import time
@@ -30,6 +38,8 @@ from ..manager_link import ManagerClient
 if TYPE_CHECKING:
     from ...arena.reader import ArenaReader
     from ...config.client_options import ClientOptions
+
+log = logging.getLogger("simm.client")
 
 #: Between two attempts to reach a manager that leads, seconds; how much later than the manager the client gives up.
 RETRY_S: Final = 0.2
@@ -62,6 +72,10 @@ class ClientEpoch:
         #: The epoch, 0 for none; and of which cluster.
         self.epoch = 0
         self._cluster = 0
+        #: The map before which EPOCHS came last, and the epoch in it; 0 for none.
+        self._told = 0, 0
+        #: The newest epoch that the manager is known to have lost, 0 for none.
+        self.lost = 0
         self._readers: weakref.WeakSet[ArenaReader] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -69,8 +83,22 @@ class ClientEpoch:
         """Take what the manager says."""
         named = next((each.epoch for each in msg.namespaces if each.name == self.namespace), 0)
         self.of_cluster(msg.cluster)
+        self._told = msg.epoch, named
         if named:
             self.advanced(named)
+
+    def heed(self, epoch: int) -> None:
+        """Warn if the map of ``epoch``, with the EPOCHS before it, shows a lost advance; once for each. O(1)."""
+        (of, named), known = self._told, self.epoch
+        named = named if of >= epoch else 0
+        if named < known <= epoch and self.lost != known:
+            self.lost = known
+            log.warning(
+                "the manager has lost an advance of namespace %r, as with an old copy of its state: it knows %s, and "
+                "values have had epoch %d. Puts fail and gets miss until the namespace advances once more, see "
+                "Client.advance()",
+                self.namespace, f"epoch {named}" if named else "no epoch", known,
+            )  # fmt: skip
 
     def follow(self, part: Rehashed) -> None:
         """Tell a part of the client the hasher, now and whenever it changes."""
@@ -88,7 +116,7 @@ class ClientEpoch:
         """Note the cluster of a map that comes: epochs of another one mean nothing there."""
         with self._lock:
             if self._cluster != cluster:
-                self._cluster = cluster
+                self._cluster, self._told = cluster, (0, 0)
                 if self.epoch:
                     self.epoch = 0
                     self._renew(Hasher(self.namespace))
