@@ -156,7 +156,8 @@ class Recorder:
     """Operations that have ended and are not written yet. Any thread may call it."""
 
     def __init__(self, most: int = OPERATIONS_MAX) -> None:
-        self._most = most
+        #: How many it keeps; 0: none, ever.
+        self.most = most
         self._ended: deque[Operation] = deque()
         #: Of those, about: threads add without a lock, and each :meth:`take` begins anew.
         self._segments = 0
@@ -168,7 +169,7 @@ class Recorder:
 
     def add(self, operation: Operation) -> None:
         """Keep an operation, or count it if there are too many. O(1), no lock, no I/O."""
-        if len(self._ended) >= self._most or self._segments >= KEPT_SEGMENTS_MAX:
+        if len(self._ended) >= self.most or self._segments >= KEPT_SEGMENTS_MAX:
             self.left_out += 1
         else:
             count = len(operation.segments)
@@ -204,7 +205,7 @@ class Decision:
         """Return the operation that begins in this thread, or None for one that nobody looks at."""
         caller: TraceContext | None = CONTEXT.get()
         if caller is not None:
-            kept = caller.sampled
+            kept = caller.sampled and self.recorder.most > 0
         else:
             kept = self.ratio > 0.0 and self._random() < self.ratio
         if not kept and not self.slow_ns:

@@ -20,6 +20,7 @@ not fit the memory of the recorder meanwhile is counted and left out. A process 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ PROCESSES_MAX: Final = 64
 EVENTS_MAX: Final = 500_000
 WRITE_S: Final = 0.5
 _CONTROL_BYTES_MAX: Final = 4096
+#: Why a file cannot be opened at this moment, whatever it is.
+_OF_A_MOMENT: Final = (errno.EMFILE, errno.ENFILE, errno.EINTR)
 _NEWEST, _OLDER = ".spans", ".old"
 #: The names of files with spans, and those of what else is made here. START has 16 digits: `2024-10.old` is no trace.
 _SPANS: Final = re.compile(r"[0-9]{1,10}-[0-9a-f]{16}\.(?:spans|old)", re.ASCII)
@@ -186,9 +189,13 @@ class Control:
             return None
         seen = about.st_ino, about.st_mtime_ns
         if seen != self._seen:
-            self._seen, self._asked = (0, 0), None
-            with contextlib.suppress(OSError):  # it may be another time: the process may have no descriptor left
+            try:
                 self._asked, self._seen = self._read(), seen
+            except OSError as exc:
+                if exc.errno not in _OF_A_MOMENT:
+                    self._asked, self._seen = None, (0, 0)
+                    if exc.errno != errno.ENOENT:  # else it has just been removed
+                        self._say("%s cannot be read: %s", self._path, exc.strerror)
         asked = self._asked
         return asked if asked is not None and now < asked.until <= now + TRACE_S_MAX else None
 
@@ -197,7 +204,7 @@ class Control:
         fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not _own(fd):
-                self._say("%s belongs to another user: nothing is traced for it", self._path)
+                self._say("%s belongs to another user, or is no file: nothing is traced for it", self._path)
                 return None
             found = json.loads(os.read(fd, _CONTROL_BYTES_MAX))
             ratio, slow_ms, until = found["ratio"], found["slow_ms"], found["until"]
@@ -250,11 +257,18 @@ class Spool:
         return self.folder / (self._name + _NEWEST)
 
     def join(self) -> None:
-        """Write from now on, for one client more. Raises ConfigError; it is none more then."""
+        """Write from now on, for one client more. Raises ConfigError; after any exception it is none more."""
         forget_oldest(self.folder)
-        with self._lock:
-            self._users += 1
-        self.go_on()
+        counted = False
+        try:
+            with self._lock:
+                self._users += 1
+                counted = True
+            self.go_on()
+        except BaseException:  # of a signal's handler
+            if counted:
+                self.leave()
+            raise
 
     def go_on(self) -> None:
         """Begin to write, unless it does: threads do not survive a fork."""

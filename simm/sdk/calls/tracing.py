@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...config.client_options import ClientOptions
 from ...constants import TRACE_CONTROL
-from ...errors import SimmError
 from ...host.threads import lives
-from ..batch import UNLOADABLE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,13 +49,16 @@ class TraceCalls:
     #: Class attributes, so that a client that never traces has none of its own.
     _tracing: Tracing | None = None
     _decision: Any = None
+    #: Whether the constructor has made all that a trace touches. The router's thread runs before that.
+    _traceable: bool = False
 
     def trace(self, ratio: float | None = 1.0, *, slow_ms: float = 0) -> Path | None:
         """Record this share of the calls from now on, 0 to 1; return the folder for it (docs/tracing.md).
 
         ``slow_ms``: also log calls that take so many milliseconds, with their segments; 0: none. ``ratio`` None ends
         both, when what was recorded is written, and returns None. With 0 only calls in a trace of the caller's that is
-        sampled are recorded (:func:`simm.tracing.context.context`). Raises UsageError, ConfigError.
+        sampled are recorded (:func:`simm.tracing.context.context`). What a signal's handler within such a call wants
+        is done by that call, so the handler may get None. Raises UsageError, ConfigError.
         """
         options = self._options.with_tracing("off" if ratio is None else str(ratio), slow_ms)
         tracing = _tracing_of(self)
@@ -66,6 +67,7 @@ class TraceCalls:
 
     def _begin_tracing(self) -> None:
         """Trace as the options say. Where it cannot be, a line says so: an engine starts all the same."""
+        self._traceable = True
         if self._options.trace != "off" or self._options.slow_ms:
             _tracing_of(self).begin()
 
@@ -108,7 +110,7 @@ def follow_operator(client: TraceCalls) -> Callable[[], None]:
 def _look(mine: weakref.ref[TraceCalls]) -> None:
     """Body of the thread that looks."""
     client = mine()
-    if client is None or client._closed:
+    if client is None or client._closed or not client._traceable:
         return
     tracing = _tracing_of(client)
     del client  # which a folder that hangs must not keep
@@ -134,7 +136,9 @@ class Tracing:
         self._again_at: float | None = None
         #: The client ends. Whoever has the lock looks at it last, and ends what it may just have begun.
         self._over = False
-        #: Whether the client traces.
+        #: A call in this thread is at it, and does what those within it want.
+        self._settling = False
+        #: Whether the client traces. It stays true until tracing has ended, so an interrupted end is made again.
         self.on = False
 
     @property
@@ -146,7 +150,7 @@ class Tracing:
         """Trace as the client's options say. Never raises: a line says what is wrong, and :meth:`look` tries again."""
         try:
             self.take(self._options)
-        except (SimmError, *UNLOADABLE) as exc:
+        except Exception as exc:  # of any kind: an engine starts all the same
             self._failed(exc)
 
     def take(self, options: ClientOptions) -> None:
@@ -157,7 +161,7 @@ class Tracing:
         with self._lock:
             before, self._options = self._options, options
             try:
-                self._apply()
+                self._settle()
             except BaseException:
                 self._options = before
                 raise
@@ -167,7 +171,7 @@ class Tracing:
     def _failed(self, exc: Exception) -> None:
         """Try again later; the first time in a row a line says why."""
         if self._again_at is None:
-            log.warning("nothing is traced: %s", exc)
+            log.warning("nothing is traced: %s", str(exc) or type(exc).__name__)
         self._asked, self._again_at = None, time.monotonic() + RETRY_S
 
     def look(self) -> None:
@@ -180,7 +184,7 @@ class Tracing:
             known = of_cluster or self._asked or self.on or again_at is not None
             if known or os.path.lexists(self._control_path):
                 self._follow(of_cluster)
-        except (SimmError, *UNLOADABLE) as exc:
+        except Exception as exc:  # of any kind, as an operator's wish would be lost with it
             self._failed(exc)
 
     def _follow(self, of_cluster: Asked | None) -> None:
@@ -194,7 +198,7 @@ class Tracing:
                 news = asked != self._asked
                 if news or self._again_at is not None:
                     self._asked = asked
-                    self._apply()
+                    self._settle()
                     self._again_at = None
                 if news:
                     log.info("an operator %s", "wants traces" if asked is not None else "wants no more traces")
@@ -214,34 +218,59 @@ class Tracing:
 
         return Asked(found[0].ratio / RATIO_ALL, found[0].slow_ms, 0.0)
 
-    def _apply(self) -> None:
-        asked, options, client = self._asked, self._options, self._client()
+    def _settle(self) -> None:
+        """Do what is wanted, and again if that changes meanwhile. Under the lock.
+
+        A call within this one, of a signal's handler or a finalizer, changes it and returns.
+        """
+        done: tuple[Asked | None, ClientOptions] | None = None
+        while not self._settling and done != (wanted := (self._asked, self._options)):
+            self._settling = True
+            try:
+                self._apply(*wanted)
+            except Exception:
+                if wanted == (self._asked, self._options):  # else nobody wants any more what failed
+                    raise
+            finally:
+                self._settling = False
+            done = wanted
+
+    def _apply(self, asked: Asked | None, options: ClientOptions) -> None:
+        client = self._client()
         if client is None or self._over or client._closed:
             return
         from ...tracing.spans import Decision, Recorder, ratio_of
-        from ..tracing.switch import switch_off, switch_on  # which a client that does not trace does without
+        from ..tracing.switch import switch_on  # which a client that does not trace does without
 
         ratio = ratio_of(options.trace) if asked is None else asked.ratio
         slow_ms = options.slow_ms if asked is None else asked.slow_ms or options.slow_ms
         if ratio is None and not slow_ms:
-            if self.on:
-                switch_off(client)
-                self.on = False
-                self._leave()
+            self._end(client)
             return
         slow_ns = int(slow_ms * 1_000_000)
         if ratio is not None and self._spool is None:
             from ...tracing.spool import spool_in
 
-            spool = spool_in(options.trace_dir)
-            spool.join()
-            self._spool = spool
+            self._spool = spool_in(options.trace_dir)
+            try:
+                self._spool.join()
+            except BaseException:
+                self._spool = None
+                raise
         self.on = True
         if ratio is not None and self._spool is not None:
             switch_on(client, Decision(ratio, self._spool.recorder, slow_ns))
         else:  # slow calls are logged, and nothing is recorded: that needs no folder
             switch_on(client, Decision(0.0, Recorder(0), slow_ns))
             self._leave()
+
+    def _end(self, client: Any) -> None:
+        if self.on or self._spool is not None:
+            from ..tracing.switch import switch_off
+
+            switch_off(client)
+            self._leave()
+            self.on = False
 
     def _leave(self) -> None:
         spool, self._spool = self._spool, None
@@ -268,13 +297,9 @@ class Tracing:
     def _end_if_over(self) -> None:
         """End tracing if the client ends. Under the lock."""
         client = self._client()
-        if self.on and client is not None and (self._over or client._closed):
-            from ..tracing.switch import switch_off
-
-            switch_off(client)
-            self.on = False
-            self._leave()
+        if not self._settling and client is not None and (self._over or client._closed):
+            self._end(client)
 
     def after_fork(self) -> None:
         """Go on in a forked child, with a lock of its own."""
-        self._lock = threading.RLock()
+        self._lock, self._settling = threading.RLock(), False

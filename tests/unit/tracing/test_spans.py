@@ -105,6 +105,16 @@ def test_a_caller_decides_for_its_calls(ratio: float) -> None:
         assert decision.begin("get") is None
 
 
+def test_issue_a_recorder_that_keeps_nothing_records_no_caller() -> None:
+    """Its trace was named as if it were recorded."""
+    decision = Decision(0.0, Recorder(0), slow_ns=1)
+    with context(SAMPLED):
+        begun = decision.begin("get")
+    assert begun is not None and not begun.kept and begun.trace_id.hex() == TRACE
+    with context(SAMPLED):
+        assert Decision(0.0, Recorder(0)).begin("get") is None
+
+
 def test_a_slow_call_is_watched_and_not_recorded() -> None:
     decision = Decision(0.0, Recorder(), slow_ns=1)
     begun = decision.begin("get")

@@ -361,6 +361,52 @@ def test_issue_a_control_file_that_could_not_be_read_is_read_again(
         patch.setattr(os, "open", no_descriptor)
         assert control.look(time.time()) is None
     assert control.look(time.time()) == asked
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_descriptor)
+        os.utime(folder / TRACE_CONTROL, ns=(1, 1))
+        assert control.look(time.time()) == asked, "what it asked for counts until it can be read"
+
+
+@pytest.mark.parametrize("name", ["directory", "link", "broken"])
+def test_issue_a_control_file_that_cannot_be_read_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """It was tried each second without a word."""
+
+    def broken(*_: object) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    asked = spool.ask(folder, "1", 0, 60.0)
+    path = folder / TRACE_CONTROL
+    control = spool.Control(path)
+    assert control.look(time.time()) == asked
+    with monkeypatch.context() as patch:
+        if name == "broken":
+            os.utime(path, ns=(1, 1))
+            patch.setattr(os, "read", broken)
+        else:
+            path.unlink()
+            path.mkdir() if name == "directory" else path.symlink_to(folder / "elsewhere")
+        for _ in range(3):
+            assert control.look(time.time()) is None
+    said = {"directory": "or is no file", "link": "Too many levels of symbolic links", "broken": "Input/output error"}
+    assert len(caplog.messages) == 1 and str(path) in caplog.messages[0] and said[name] in caplog.messages[0]
+    if name == "broken":
+        assert control.look(time.time()) == asked, "it is tried again"
+
+
+def test_a_control_file_that_goes_while_it_is_looked_at_is_not_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool.ask(folder, "1", 0, 60.0)
+    real = os.open
+
+    def gone(path: Path, flags: int) -> int:
+        spool.end(folder)
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", gone)
+    assert spool.Control(folder / TRACE_CONTROL).look(time.time()) is None and not caplog.records
 
 
 @pytest.mark.parametrize("text", [
