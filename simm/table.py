@@ -536,11 +536,12 @@ class Table:
         """
         stop = min(start + _BLOCK_SLOTS, self.geometry.slots)
         fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
-        at = np.flatnonzero((fields["offset"] != 0) & np.isin(fields["namespace"], list(tags)))
-        rows = fields[at]
-        ends = (rows["high"] >> np.uint64(32)).astype(np.int64)
-        wanted = np.array([tags[number] for number in rows["namespace"].tolist()], np.int64)
-        old = (ends != wanted) | (rows["flags"] & ENTRY_EPOCH == 0)
+        ends = np.full(1 << 16, -2, np.int64)  # by namespace: those have 16 bits. -2: all of its entries stay
+        ends[list(tags)] = list(tags.values())
+        wanted = ends[fields["namespace"]]
+        at = np.flatnonzero((wanted != -2) & (fields["offset"] != 0))
+        old = (fields["high"][at] >> np.uint64(32)).astype(np.int64) != wanted[at]
+        old |= fields["flags"][at] & ENTRY_EPOCH == 0
         found: list[int] = (at[old] + start).tolist()
         return found, stop
 

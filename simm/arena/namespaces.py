@@ -354,6 +354,10 @@ class NamespaceTable:
 class StaleEntries:
     """Drops the entries of one table that nobody can read, as their namespaces have advanced.
 
+    It looks through the table in rounds. What advances in the middle of one does not begin it anew: else advances that
+    come faster than a round lasts would keep it from the last slots for ever. Another round follows instead, so each
+    namespace of :attr:`first` is there for two rounds at most.
+
     ``drop``: removes the entry in a slot; ``drop_many``: those of many, none of which is held, and whose chunks lie at
     these offsets. Nothing may be pending.
     """
@@ -370,6 +374,9 @@ class StaleEntries:
         self._at = table.slots
         #: Namespaces that have just got epochs: until all their older entries are dropped, these can be read.
         self.first: set[int] = set()
+        #: Those of them that came in the middle of this round; another one follows it.
+        self._later: set[int] = set()
+        self._again = False
         #: Entries dropped so far.
         self.dropped = 0
 
@@ -392,8 +399,11 @@ class StaleEntries:
         if not first and before == self._namespaces.epochs():
             return
         self.first |= first
-        self._found.clear()
-        self._at = 0
+        if self._at and self.due:
+            self._later |= first
+            self._again = True
+        else:
+            self._at = 0
         self._space.spare = self.step
 
     def _drop_all(self, number: int) -> None:
@@ -421,7 +431,9 @@ class StaleEntries:
     def end(self) -> None:
         """Look no further."""
         self.first.clear()
+        self._later.clear()
         self._found.clear()
+        self._again = False
         self._at = self._table.slots
 
     def step(self) -> bool:
@@ -433,7 +445,7 @@ class StaleEntries:
             self._found += found
         stale: list[int] = []
         for slot in self._found[-STALE_ENTRIES:]:
-            # Since the search it may have been replaced.
+            # Since the search it may have been replaced, and epochs may have come.
             entry = table.entry(slot)
             tag = namespaces.tags.get(entry.namespace)
             old = entry.digest[TAG_AT:] != tag or not entry.flags & ENTRY_EPOCH
@@ -442,7 +454,9 @@ class StaleEntries:
         del self._found[-STALE_ENTRIES:]
         self._drop_found(stale)
         if not self.due:
-            self.first.clear()
+            self.first, self._later = self._later, set()
+            self._at = 0 if self._again else table.slots
+            self._again = False
         return self.due
 
 

@@ -111,6 +111,8 @@ class ShardWords:
         self.overflows = 0
         #: Shards taken away whose entries are being dropped: the epoch of the newest FREEZE since then, 0 for none.
         self.clearing: dict[int, int] = {}
+        #: What :attr:`awaited` has found; None once the map or ``clearing`` has other shards.
+        self._awaited: bool | None = None
         #: The shards that the last :meth:`retire` took away.
         self._gone: list[int] = []
         #: Where others are told which shards can be read no more (``arena/events/ring.py``); None: nobody is.
@@ -165,7 +167,7 @@ class ShardWords:
         leaving = parts == ShardRole.OUTGOING
         if bool((epochs[mine | leaving] == 0).any()) or bool((epochs > np.uint64(EPOCH_MASK)).any()):
             raise UsageError("the epoch of an owned shard is positive: 0 in its word means not owned")
-        self.since, self.roles = epochs, parts
+        self.since, self.roles, self._awaited = epochs, parts, None
         words = self._array()
         held = words & np.uint64(EPOCH_MASK)
         frozen = words >= np.uint64(FROZEN)
@@ -183,14 +185,20 @@ class ShardWords:
         self._recount()
         return bool(self._gone)
 
-    def begin_clearing(self) -> None:
-        """Note that the entries of the shards that :meth:`retire` took away are dropped later."""
+    def begin_clearing(self) -> list[int]:
+        """Note that the entries of the shards that :meth:`retire` took away are dropped later. Return these shards."""
         for shard in self._gone:
             self.clearing[shard] = 0
+        self._awaited = None
+        return self._gone
 
-    def cleared(self) -> None:
-        """Set the words that waited: the last entry of a shard that was taken away is dropped."""
-        clearing, self.clearing = self.clearing, {}
+    def cleared(self, but: Iterable[int] = ()) -> None:
+        """Set the words that waited: the last entry of a shard that was taken away is dropped.
+
+        ``but``: shards of which there may be more. They go on waiting. O(shards).
+        """
+        clearing = self.clearing
+        self.clearing, self._awaited = {shard: clearing.pop(shard) for shard in but}, None
         for shard, epoch in clearing.items():
             if epoch:
                 self._store(shard, FROZEN | epoch)
@@ -198,8 +206,14 @@ class ShardWords:
 
     @property
     def awaited(self) -> bool:
-        """Return True if the last map gives this worker a shard that is being cleared."""
-        return any(self.roles[shard] in (ShardRole.OWNER, ShardRole.INCOMING) for shard in self.clearing)
+        """Return True if the last map gives this worker a shard that is being cleared.
+
+        O(those), by numpy, and O(1) until one of both changes: it is asked for in each turn that drops entries.
+        """
+        if self._awaited is None:
+            parts = self.roles[list(self.clearing)]
+            self._awaited = bool(((parts == ShardRole.OWNER) | (parts == ShardRole.INCOMING)).any())
+        return self._awaited
 
     def take(self) -> int:
         """Apply the second half: set the words of owned shards, freeze those that leave. Return the number owned.
@@ -407,21 +421,27 @@ class ShardWords:
 
 
 class LostEntries:
-    """Drops the entries of one table whose shards have no word. ``drop`` removes the entry in a slot."""
+    """Drops the entries of one table whose shards have no word. ``drop`` removes the entry in a slot.
+
+    It looks through the table in rounds. Shards that are taken away in the middle of one do not begin it anew, but wait
+    for the next. Else maps that come faster than a round lasts would keep the words of all others waiting.
+    """
 
     def __init__(self, words: ShardWords, table: Table, drop: Callable[[int], None]) -> None:
         self._words = words
         self._table = table
         self._drop = drop
-        #: Slots that have been found, and where to look for more.
+        #: Slots that have been found, and where to look for more: 0 outside a round.
         self._found: list[int] = []
         self._at = 0
+        #: Shards that were taken away in the middle of this round: slots that it has passed may have their entries.
+        self._later: set[int] = set()
 
     def begin(self) -> None:
-        """Note that the last map has taken shards away: look for their entries, from the first slot on."""
-        self._words.begin_clearing()
-        self._found.clear()
-        self._at = 0
+        """Note that the last map has taken shards away: look at all slots for their entries."""
+        gone = self._words.begin_clearing()
+        if self._at:
+            self._later.update(gone)
 
     def drop_some(self, most: int) -> bool:
         """Drop at most ``most`` entries. Return True while there may be more. Nothing is pending in the store.
@@ -440,5 +460,7 @@ class LostEntries:
         del found[left:]
         if found or self._at < table.slots:
             return True
-        self._words.cleared()
-        return False
+        later, self._later = self._later, set()
+        self._words.cleared(later)
+        self._at = 0
+        return bool(later)

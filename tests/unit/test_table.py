@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from simm.arena.hashing import sets_of, shard_of
-from simm.arena.layout import SEQ_BITS, SEQ_MASK, SLOT_FIELDS, SLOT_WORDS, Geometry
+from simm.arena.hashing import TAG_AT, sets_of, shard_of
+from simm.arena.layout import ENTRY_EPOCH, SEQ_BITS, SEQ_MASK, SLOT_FIELDS, SLOT_WORDS, Geometry
 from simm.constants import SHARD_COUNT, SLOT_BYTES, WAYS
 from simm.errors import CorruptionError
 from simm.table import COLUMNS_FROM, Entry, Table
 from tests.support.consistency import check
+from tests.support.counted_dict import CountedDict
 from tests.support.dose import dose, dosed
 
 MIB = 1 << 20
@@ -103,6 +104,28 @@ def test_agrees_with_a_dictionary_over_deaths(memory: mmap.mmap, seed: int) -> N
         found += slots
     assert found == [slot for slot in table if not shard_of(table.entry(slot).digest) % 3]
     assert all(table.shard(slot) == shard_of(table.entry(slot).digest) for slot in table)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_for_old_entries_asks_once_for_each_namespace(memory: mmap.mmap, seed: int) -> None:
+    """To ask once for each entry took a block full of them 8 ms, in the middle of a put."""
+    rng = random.Random(seed)
+    table = Table(memory, GEOMETRY, 1)
+    numbers, ends = (0, 7, 300, (1 << 16) - 1), (0, 5, (1 << 32) - 1)
+    for place in range(100):
+        digest = rng.randbytes(TAG_AT) + rng.choice(ends).to_bytes(4, "little")
+        flags = rng.choice([0, ENTRY_EPOCH])
+        table.publish(digest, DATA + place * 64, 64, 0, 64, rng.choice(numbers), flags, 0)
+    for tags in ({}, {7: 5}, {300: -1}, {0: (1 << 32) - 1, 300: 5, (1 << 16) - 1: -1}):
+        expected = []
+        for slot in table:
+            entry = table.entry(slot)
+            tag = int.from_bytes(entry.digest[TAG_AT:], "little")
+            if entry.namespace in tags and (tag != tags[entry.namespace] or not entry.flags & ENTRY_EPOCH):
+                expected.append(slot)
+        counted = CountedDict(tags)
+        assert table.stale_from(0, counted) == (expected, GEOMETRY.slots) and bool(expected) == bool(tags)
+        assert counted.count <= 3 * len(tags)
 
 
 def test_both_sets_fill_evenly_and_then_refuse(memory: mmap.mmap) -> None:

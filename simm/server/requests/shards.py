@@ -54,6 +54,8 @@ class ShardRequests:
         self._ordered: list[tuple[Peer, int]] = []
         self._drop_due = False
         self._table: E.Epochs | None = None  # the epochs that came last
+        #: The epoch of the map whose epochs of namespaces this process has stored; their old entries may be there.
+        self.stored = 0
 
     def take_map(self, peer: Peer, request_id: int, msg: M.Shards) -> bytes:
         """Take a map. The answer waits if it gives the worker a shard whose old entries are still being dropped."""
@@ -63,6 +65,7 @@ class ShardRequests:
             return reply(M.Done(0), request_id)
         try:
             if msg.cluster != self._worker.store.cluster:
+                self.stored = 0  # of no other cluster, whatever fails from here on
                 self._leave_cluster(msg.cluster)
             self._worker.store.begin_shards(msg.epoch, msg.since, msg.roles, msg.cluster)
         except UsageError as exc:
@@ -70,12 +73,12 @@ class ShardRequests:
         store, table = self._worker.store, self._table
         if table is not None and table.cluster == store.cluster:
             store.stale.take({each.name: each.epoch for each in table.namespaces})
-        self._worker.epoch = msg.epoch
+        self._worker.epoch = self.stored = msg.epoch
         if not self._drop_due:
             self._drop_lost()
         words = store.shard_words
         log.info("epoch %d: owner of %d shards", msg.epoch, words.count)
-        if not (words.awaited or store.stale.first):
+        if not (store.stale.first or words.awaited):
             return reply(M.Done(words.count), request_id)
         self._ordered.append((peer, request_id))
         return b""
@@ -86,18 +89,27 @@ class ShardRequests:
         until = clock() + DROP_S
         self._drop_due = False
         store.apply_pending()
-        while store.drop_some() or (store.stale.due and store.stale.step()):
+        while self._drop_step():
             if store.groups.orphans:  # of this step, and within this turn's time
                 store.apply_pending()
-            if not (store.shard_words.clearing or store.stale.first):
-                self._answer_ordered()
             if clock() >= until:
+                if self._ordered and not (store.stale.first or store.shard_words.awaited):
+                    self._answer_ordered()
                 self._drop_due = True
                 self._worker.loop.call_later(DROP_S, self._drop_lost)
                 return
         if store.groups.orphans:
             store.apply_pending()
         self._answer_ordered()
+
+    def _drop_step(self) -> bool:
+        """Drop some entries of both kinds, as neither may wait until there are none of the other. False: none is left.
+
+        Shards may be taken away, and namespaces may advance, for as long as it takes.
+        """
+        store = self._worker.store
+        more = store.drop_some()
+        return (store.stale.due and store.stale.step()) or more
 
     def _answer_ordered(self) -> None:
         ordered, self._ordered = self._ordered, []

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,9 @@ from simm.arena.layout import Word
 from simm.arena.store import Store
 from simm.constants import SHARD_COUNT
 from simm.ipc.arena_files import OwnedArena
+from simm.server.requests.shards import ShardRequests
 from simm.wire import messages as M
+from simm.wire.epoch_messages import Epochs, NamespaceEpoch
 from simm.wire.messages import ABSENT, ShardRole, Status
 from simm.wire.shard_set import FROZEN
 from tests.models.explorer import walk
@@ -197,6 +202,36 @@ def test_a_slot_that_was_found_and_taken_again_is_not_dropped(
     assert not run(), "the control: the test sees the look"
 
 
+def test_issue_maps_that_go_on_keep_no_shard_waiting(
+    segments: list[OwnedArena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each map that took a shard away began the search anew, which then never reached the last slots."""
+    monkeypatch.setattr("simm.table._BLOCK_SLOTS", 256)
+    world, blocks = World(segments[0], slots=2048), 8
+    player, keys = world.join(), [digest_of(f"m{number}") for number in range(200)]
+    for key in keys:
+        world.put(player, key, 64)
+    store, left = world.store, list(dict.fromkeys(map(shard_of, keys)))
+    first = set(left[100:])
+    del left[100:]
+    epoch = 5
+    for step in range(4 * blocks):
+        if step % 3 == 0 and left:  # a map by which one more is gone, and all that were gone are given back
+            epoch += 1
+            left.pop()
+            mine = dict.fromkeys(left, (ShardRole.OWNER, 1)) | dict.fromkeys(first, (ShardRole.OWNER, 6))
+            store.begin_shards(*only(epoch, mine))
+        store.drop_some()
+        for slot in store.table:
+            shard = store.table.shard(slot)
+            assert shard in left or not store.shards[shard], "no old entry is shown"
+        if step == 2 * blocks:
+            assert store.shard_words.clearing, "others are cleared still"
+            assert first.isdisjoint(store.shard_words.clearing) and all(store.shards[shard] == 6 for shard in first)
+    finish(store)
+    assert not store.shard_words.clearing and {store.table.shard(slot) for slot in store.table} == set(left)
+
+
 # -- FREEZE and further maps while the entries are there -----------------------------------------------------
 
 
@@ -291,6 +326,84 @@ def test_no_order_shows_an_old_entry(
 
 
 # -- the worker ----------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """What takes SHARDS and epochs for a worker with this store, of whose loop one turn runs at a time."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("simm.table._BLOCK_SLOTS", store.geometry.slots // 8)
+        monkeypatch.setattr("simm.server.requests.shards.DROP_S", 0.0)  # one step a turn
+        self.store, self.epoch, self.peers, self.movers = store, 0, dict[int, Any](), dict[int, int]()
+        self.loop: Any = SimpleNamespace(clock=lambda: 0.0, call_later=lambda _s, turn: self.due.append(turn))
+        self.due: list[Callable[[], None]] = []
+        #: The maps that were answered.
+        self.answered: list[int] = []
+        self.peer: Any = SimpleNamespace(send_message=lambda _msg, number: self.answered.append(number))
+        self.requests = ShardRequests(self)
+
+    def take(self, epoch: int, since: bytes, roles: bytes, epochs: dict[str, int] | None = None) -> None:
+        if epochs is not None:
+            table = [NamespaceEpoch(*each) for each in epochs.items()]
+            self.requests.take_epochs(0, Epochs(epoch, self.store.cluster, 0, table))
+        if self.requests.take_map(self.peer, epoch, M.Shards(epoch, since, roles)):
+            self.answered.append(epoch)
+
+    def turn(self) -> None:
+        due, self.due = self.due, []
+        for each in due:
+            each()
+
+
+def put_some(world: World) -> list[int]:
+    """Put values, and return their shards."""
+    player, keys = world.join(), [digest_of(f"p{number}") for number in range(200)]
+    for key in keys:
+        world.put(player, key, 64)
+    return list(dict.fromkeys(map(shard_of, keys)))
+
+
+@pytest.mark.parametrize("waits", ["for a first advance", "for a shard that comes back"])
+def test_issue_maps_that_go_on_are_answered(
+    segments: list[OwnedArena], monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """They waited until no shard at all was being cleared, and the entries of old epochs did too."""
+    world = World(segments[0], slots=2048)
+    left = put_some(world)
+    worker = Turns(world.store, monkeypatch)
+    epochs = {"world": 5} if waits == "for a first advance" else None
+    back = {left.pop(): (ShardRole.OWNER, 6)} if epochs is None else {}
+    worker.take(6, *only(6, dict.fromkeys(left, (ShardRole.OWNER, 1)) | back)[1:], epochs)
+    assert not worker.answered and worker.requests.stored == 6, "the epochs are in force, which leases are about"
+    for step in range(40):
+        if step % 3 == 0:  # one shard less
+            epoch = 7 + step
+            left.pop()
+            worker.take(epoch, *only(epoch, dict.fromkeys(left, (ShardRole.OWNER, 1)) | back)[1:])
+        worker.turn()
+    assert 6 in worker.answered and world.store.shard_words.clearing, "others are cleared still"
+    while worker.due:
+        worker.turn()
+    assert not world.store.shard_words.clearing and not world.store.stale.due
+    check(world.store)
+
+
+def test_a_change_of_cluster_that_fails_has_stored_no_epochs(
+    segments: list[OwnedArena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counters would name the new cluster with an epoch of the old one."""
+    world = World(segments[0], slots=2048)
+    worker = Turns(world.store, monkeypatch)
+    worker.take(6, *only(6, {1: (ShardRole.OWNER, 6)})[1:])
+    assert worker.requests.stored == 6
+
+    def fails() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(world.store.stale, "end", fails)
+    with pytest.raises(MemoryError):
+        worker.requests.take_map(worker.peer, 2, M.Shards(3, *only(3, {})[1:], 9))
+    assert world.store.cluster == 9 and worker.requests.stored == 0
 
 
 def test_the_worker_serves_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -360,6 +361,78 @@ def test_one_grant_looks_at_one_block_of_slots(bench: Bench, monkeypatch: pytest
     stale_from = bench.store.table.stale_from
     monkeypatch.setattr(bench.store.table, "stale_from", lambda at, tags: looks.append(at) or (*stale_from(at, tags),))
     assert bench.store.sessions.grant(other, 1 << 20, 1) and len(looks) <= 1
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks of slots that a search for old entries looks at, one a step; few steps drop all of a block's."""
+    monkeypatch.setattr("simm.table._BLOCK_SLOTS", SLOTS // 8)
+    return 8
+
+
+def plain_left(bench: Bench, session: Session) -> int:
+    """Return how many entries of a namespace have no epoch."""
+    entries = map(bench.store.table.entry, bench.store.table)
+    return sum(each.namespace == session.namespace and not each.flags & ENTRY_EPOCH for each in entries)
+
+
+def test_issue_a_first_advance_ends_whatever_else_advances(bench: Bench, blocks: int) -> None:
+    """Each advance began the search anew. So the values in the last slots stayed, and no map was acknowledged."""
+    other = bench.store.sessions.open(1, 1, "late")
+    for number, session in enumerate((bench.session, other) * 100):
+        assert bench.put(Hasher("plain")(f"{number}"), session=session) == Status.OK
+    stale, names = bench.store.stale, {NAME: 5, "a": 5}
+    bench.advance(5, "a")
+    bench.sweep()
+    stale.take(names)
+    firsts, epoch = [bench.session], 5
+    for step in range(2 * blocks):
+        stale.step()
+        if step % 3 == 2:
+            names["a"] = epoch = epoch + 1
+            if step == blocks // 2 + 1:  # in the middle of the first round
+                names["late"] = epoch
+                firsts.append(other)
+            stale.take(names)
+            for each in firsts:
+                assert each.namespace in stale.first or not plain_left(bench, each), "not before they are gone"
+    assert bench.session.namespace not in stale.first and not plain_left(bench, bench.session)
+    for _ in range(blocks):
+        names["a"] = epoch = epoch + 1
+        stale.take(names)
+        stale.step()
+    assert len(firsts) == 2 and not stale.first and not plain_left(bench, other)
+    assert stale.due, "the values of the one that goes on advancing are looked for again"
+    bench.sweep()
+    assert bench.store.table.entries == 0
+    check(bench.store)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_old_entries_go_in_any_order_of_advances_puts_and_steps(bench: Bench, blocks: int, seed: int) -> None:
+    """Whoever has had its first advance acknowledged has no entry without an epoch. In the end no old one is left."""
+    rng = random.Random(seed)
+    sessions = {name: bench.store.sessions.open(1, 1, name) for name in ("a", "b", "c", "d")}
+    stale, epochs, epoch = bench.store.stale, dict[str, int](), 4
+    for number in range(200):
+        name, what = rng.choice(list(sessions)), rng.random()
+        if what < 0.75:
+            hasher = EpochHasher(name, epochs[name]) if name in epochs else Hasher(name)
+            assert bench.put(hasher(f"{number}"), session=sessions[name]) == Status.OK
+        elif what < 0.9:
+            stale.step()
+        elif what < 0.93 or name in epochs:
+            epochs[name] = epoch = epoch + 1
+            stale.take(epochs)
+            for each in epochs.keys() - {bench.store.ledger.namespaces.names[first] for first in stale.first}:
+                assert not plain_left(bench, sessions[each])
+    bench.sweep()
+    assert not stale.first and epochs
+    tags = bench.store.ledger.namespaces.tags
+    for entry in map(bench.store.table.entry, bench.store.table):
+        tag = entry.digest[TAG_AT:] if entry.flags & ENTRY_EPOCH else None
+        assert tag == tags.get(entry.namespace)
+    check(bench.store)
 
 
 def put_large(bench: Bench, digest: bytes, session: Session) -> bool:

@@ -261,6 +261,25 @@ def came_back(role: int, *, clearing: bool) -> ShardWords:
     return words
 
 
+@pytest.mark.parametrize("role", [OWNER, INCOMING])
+def test_issue_what_a_map_waits_for_is_looked_at_once(role: int) -> None:
+    """All shards that were being cleared were, in each turn that dropped some of their entries."""
+    words = came_back(role, clearing=True)
+    assert words.awaited
+    roles, words.roles = words.roles, None  # type: ignore[assignment]
+    assert words.awaited, "without a look"
+    words.roles = roles
+    words.retire(5, *map_of({T: (OWNER, 1)}))
+    assert not words.awaited
+    words.retire(6, *map_of({T: (OWNER, 1), S: (role, 6)}))
+    assert words.awaited
+    words.cleared()
+    assert not words.awaited
+    assert words.retire(7, *map_of({T: (role, 7)})) and not words.awaited
+    words.begin_clearing()
+    assert words.awaited
+
+
 @pytest.mark.parametrize(("role", "clearing"), [(OWNER, True), (INCOMING, True), (INCOMING, False)])
 def test_issue_a_late_freeze_blocks_no_shard_that_has_come_back(role: int, clearing: bool) -> None:
     """Nobody could mutate it then: P was its only owner, and frozen by a map that had been superseded."""
