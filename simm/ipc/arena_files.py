@@ -257,6 +257,11 @@ class OwnedArena:
         return int.from_bytes(os.pread(self.meta.fd, 8, 8 * Word.HEARTBEAT), sys.byteorder)
 
     @property
+    def is_owner(self) -> bool:
+        """True if this process owns both files: not after :meth:`close`, nor in a forked child."""
+        return self.meta.is_owner
+
+    @property
     def sealed(self) -> bool:
         """True if the data is a sealed memfd, which ends with its processes."""
         return isinstance(self.data, SealedData)

@@ -362,33 +362,49 @@ def running() -> list[str]:
     return found
 
 
-def remove_old(names: Collection[str]) -> list[str]:
+class LetGo:
+    """The memory of files that are about to be removed. It is free once readers have unmapped them.
+
+    They do so within tenths of a second. The size of a new arena depends on that memory, or it needs it. Raises
+    SegmentError if the folder of segments is missing.
+    """
+
+    def __init__(self) -> None:
+        self._free = shm_free_bytes(shm.SHM_DIR)
+        self._held = 0
+
+    def measure(self, name: str) -> None:
+        """Add the pages of a file, if there is one of this name. Call it before the file is removed."""
+        with contextlib.suppress(SegmentError), AttachedSegment.open(name) as segment:
+            self._held += os.fstat(segment.fd).st_blocks * 512
+
+    def wait(self, while_running: Callable[[], bool]) -> None:
+        """Wait until the memory is free: ``LET_GO_S`` at most, and only as long as ``while_running`` returns True."""
+        until = time.monotonic() + LET_GO_S
+        while (missing := self._free + self._held - shm_free_bytes(shm.SHM_DIR)) > self._held // 100:
+            if not while_running():
+                return
+            if time.monotonic() > until:
+                log.warning(
+                    "%d MiB of what was removed are not free yet: views of values, or programs that are stopped, keep "
+                    "them", missing >> 20,
+                )  # fmt: skip
+                return
+            time.sleep(0.02)
+
+
+def remove_old(names: Collection[str], while_running: Callable[[], bool] = lambda: True) -> list[str]:
     """Remove these leftover arenas and all of embedded clusters. Return those that could be removed.
 
-    Readers unmap them within tenths of a second, and only then is their memory free. The size of a new arena depends on
-    that memory, so this waits for it, ``LET_GO_S`` at most.
+    Waits for their memory, see :meth:`LetGo.wait`.
     """
-    free = shm_free_bytes(shm.SHM_DIR)
-    held = 0
-
-    def measure(name: str) -> None:
-        nonlocal held
-        with contextlib.suppress(SegmentError), AttachedSegment.open(name) as segment:
-            held += os.fstat(segment.fd).st_blocks * 512
 
     def wanted(name: str) -> bool:
         return name in names or _is_embedded(name)
 
-    removed = _remove(wanted, measure)
-    until = time.monotonic() + LET_GO_S
-    while (missing := free + held - shm_free_bytes(shm.SHM_DIR)) > held // 100:
-        if time.monotonic() > until:
-            log.warning(
-                "%d MiB of what was removed are not free yet: views of values, or programs that are stopped, keep them",
-                missing >> 20,
-            )
-            break
-        time.sleep(0.02)
+    memory = LetGo()
+    removed = _remove(wanted, memory.measure)
+    memory.wait(while_running)
     return removed
 
 

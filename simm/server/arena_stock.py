@@ -41,7 +41,7 @@ from ..host.memory import mib
 from ..host.populate import Progress, Wanted, populate_all
 from ..ipc import segments
 from ..ipc.arena_files import OwnedArena, new_generation
-from ..shm import data_name
+from ..shm import data_name, events_name
 from ..slab import chunk_bytes_for
 from ..wire.messages import Shards
 from .options import DataServerOptions
@@ -168,7 +168,7 @@ class ArenaStock:
             log.info("worker %d: warm start on %s", number, segment.name)
         kept = {each.name for each in (*fit.values(), *self._foreign)}
         # By name, as another cluster's server of this name may suspend an arena meanwhile.
-        for name in segments.remove_old([each.name for each in left if each.name not in kept]):
+        for name in segments.remove_old([each.name for each in left if each.name not in kept], self._while_running):
             if name in why:
                 log.warning("%s is set aside and removed, and its worker starts cold: %s", name, why[name])
             else:
@@ -304,6 +304,21 @@ class ArenaStock:
                 return {}
             undo.pop_all()
         return made
+
+    def replace(self, number: int, old: OwnedArena, progress: Progress) -> OwnedArena | None:
+        """Remove a worker's arena and make one of its size, faulted in. None once the server is to stop.
+
+        The new one may need the memory of the old one, which is waited for. Raises SegmentError. As long as the old one
+        is there this process owns it. A new one is there only if it is returned.
+        """
+        let_go = segments.LetGo()
+        for name in (old.name, data_name(old.name), events_name(old.name)):
+            let_go.measure(name)
+        segments.store_closed(old.name)
+        old.unlink()  # by its owner: a child that was forked a moment ago may have the lock, too
+        old.close()
+        let_go.wait(self._while_running)
+        return self.new(old.size, [number], progress).get(number) if self._while_running() else None
 
     def populate(self, arenas: Mapping[int, OwnedArena], progress: Progress) -> bool:
         """Fault workers' arenas in, by number, and unmap the pages from this process again. Raises SegmentError.

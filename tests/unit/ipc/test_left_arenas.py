@@ -463,6 +463,23 @@ def test_a_start_that_is_stopped_does_not_wait_for_a_worker(shm_dir: Path, monke
     assert asked == [[], [size], [size]]
 
 
+def test_issue_a_start_that_is_stopped_does_not_wait_for_memory(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, frees = name_of("gpu"), list[int]()
+    make_suspended(name)
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 5.0)
+
+    def free(_directory: str) -> int:
+        frees.append(1 << 40)
+        return frees[-1]
+
+    monkeypatch.setattr(ipc_segments, "shm_free_bytes", free)
+    stock = ArenaStock(DataServerOptions("gpu", "", [0]), 99, lambda: len(frees) < 3)
+    assert stock.take_over(CLUSTER) == {} and not os.listdir(shm_dir)
+    assert len(frees) == 3 and "not free yet" not in caplog.text
+
+
 #: The same with its sockets open, as its files are closed last: the arena, one at a path, and a port, which it tells.
 LISTENING_WORKER = """
 import os, socket, sys
