@@ -65,7 +65,7 @@ from .server.operators.pages import DataServerPages
 from .server.operators.reports import Reporter
 from .server.options import DataServerOptions, options_from
 from .server.rdma_supervisor import Endpoints
-from .server.slots.epochs import known_epochs, send_lease
+from .server.slots.epochs import known_epochs, send_lease, stored_epoch
 from .server.slots.growth import Growth
 from .server.slots.hang_watch import HangWatch
 from .server.slots.opening import UNRECOVERED, Opener
@@ -100,6 +100,7 @@ class DataServer:
         self.instance = instance_of(options.name, secret)
         self.slots: list[WorkerSlot] = []
         self.member = Member(options.name, self.instance, range(len(options.nodes)))
+        self.stored = partial(stored_epoch, self.slots, self.member)
         self.membership = Membership(
             self.loop, self.member, self, options.managers, secret=secret, token=options.own_token,
             join_timeout_s=options.join_timeout_s, tls=options.tls, trusted=options.server_uids,
@@ -154,6 +155,8 @@ class DataServer:
         self.membership.warm = bool(warm)
         self.membership.warm_epoch, self.membership.warm_cluster = self.stock.epoch, self.stock.cluster
         self._allow("faulting in the arenas")
+        if not warm and not self._goes_on():  # the memory of old ones may not be free
+            return
         arenas = warm or self.stock.new(self.stock.size(), range(len(options.nodes)), self._faulted_in)
         self.slots += [WorkerSlot(number, self.stock.nodes[number], arenas[number]) for number in sorted(arenas)]
         for number in sorted(set(arenas) - set(self.member.workers)):  # they were added before a warm stop
@@ -292,12 +295,12 @@ class DataServer:
         old = slot.segment
         log.warning("%s is set aside and removed: worker %d starts cold", old.name, slot.number)
         self.membership.warm = False
+        self._allow(f"replacing the arena of worker {slot.number}", old.size)
         try:
-            segments.store_closed(old.name)
-            old.unlink()
-            old.close()
-            slot.vault = Vault()
-            slot.segment = self.stock.new(old.size, [slot.number], lambda *_: True)[slot.number]
+            made = self.stock.replace(slot.number, old, self._faulted_in)
+            if made is None:  # stopped meanwhile
+                return
+            slot.segment, slot.vault = made, Vault()
             cpu_s = slot.worker.cpu_s
             slot.worker = self.opener.worker_of(slot)
             slot.worker.cpu_s = cpu_s  # of all its processes
@@ -356,7 +359,7 @@ class DataServer:
         order = self.member.order(slot.number)
         if self._retiring:
             order = DROP_ALL._replace(epoch=max(1, self.member.epoch), cluster=self.member.cluster)
-        slot.send_order(order, self.member.epochs)
+        slot.send_order(order, self.member.epochs, self.reports.detail)
         self.on_lease()
 
     def on_lease(self) -> None:
@@ -503,7 +506,7 @@ class DataServer:
             if isinstance(each, NamedSocket) and self._lock is not None and self._lock.held:
                 with contextlib.suppress(OSError):
                     os.unlink(each.path)
-        for slot in self.slots:
+        for slot in [each for each in self.slots if each.segment.is_owner]:  # some may be removed, and not replaced
             try:
                 kept = self.options.warm and not self.member.displaced
                 # What ends its workers again and again is kept only as it has been found.

@@ -21,12 +21,19 @@ waits for a client: one that holds an old digest, and wakes up when it likes, fi
 
 **Leases.** A server that is cut off, or stopped, does not store E in its lines, and clients on its host go on reading
 there. So the line also says until when it may be believed. A server has a *lease* of ``lease_s`` from the moment at
-which it *sent* a heartbeat, if its answer (LEASE_ACK) says that no namespace has advanced since the map that all its
-workers had. Changes of the map that advance nothing end no lease, however fast they come. The manager waits that long,
-from a moment after it has made E, for servers that do not acknowledge. Every lease that was given by an older map has
-ended then. Time is CLOCK_BOOTTIME, which all processes of a host share and which runs while they are stopped. The
-price: values with an epoch are misses while no manager has answered for ``lease_s``. Values of other namespaces stay
-readable for as long as it takes, as ever.
+which it *sent* a heartbeat, if its answer (LEASE_ACK) says that no namespace has advanced since the map whose epochs
+all its workers had stored. Changes of the map that advance nothing end no lease, however fast they come. The manager
+waits that long, from a moment after it has made E, for servers that do not acknowledge. Every lease that was given by
+an older map has ended then. Time is CLOCK_BOOTTIME, which all processes of a host share and which runs while they are
+stopped. The price: values with an epoch are misses while no manager has answered for ``lease_s``. Values of other
+namespaces stay readable for as long as it takes, as ever.
+
+**Stored comes before acknowledged.** A worker may drop entries for a first advance for longer than a lease lasts (see
+below), and acknowledges no map meanwhile. Its lines have E all that time, which its counters say, and a lease is about
+lines only: what is dropped has no epoch. So the lease goes on, and no other namespace loses its values, unless each
+heartbeat within ``lease_s`` meets an advance that is a few milliseconds old: counters are asked for with each map, and
+come before entries are dropped. They may be later, which is harmless: no line goes back to an older epoch. Those of
+another cluster count for nothing.
 
 **The order of a reader's looks**: value, lease, epoch. If the lease was valid at some moment, and the line had the old
 epoch still at a later one, then no advance had returned at the first. The other way round a reader could be stopped
@@ -64,6 +71,9 @@ that it wants EPOCHS. One that does not cannot acknowledge an advance, and no ti
 
 What can go wrong, and what we chose
 ------------------------------------
+* *The manager has lost an advance, and all servers that knew it.* A copy of its state was restored. Clients that know
+  the newer epoch do not go back to the old one. Their puts fail and their gets miss until somebody has the namespace
+  advance; a warning says so (``sdk/ops/epochs.py``).
 * *The manager dies during an advance.* The client asks the next one, and gets a later epoch. Nothing is lost but what
   was stored in between.
 * *A client has not heard of the advance yet.* Its gets miss. Its puts are refused (OLD_EPOCH): the worker would keep
@@ -291,10 +301,10 @@ class Lease:
         #: When the last heartbeat was sent that has extended the lease; 0 for none.
         self._from_ns = 0
 
-    def sent(self, now: int, taken: int) -> int:
-        """Note that a heartbeat leaves, by which all workers have the map of epoch ``taken``. Return its number."""
+    def sent(self, now: int, stored: int) -> int:
+        """Note that a heartbeat leaves, when workers have the epochs of the map ``stored``. Return its number."""
         self._count += 1
-        self._sent[self._count] = now, taken
+        self._sent[self._count] = now, stored
         return self._count
 
     def answered(self, number: int, advanced: int, *, exactly: bool = False) -> bool:
@@ -302,10 +312,10 @@ class Lease:
 
         Return True if it extends the lease. ``exactly``: the manager is older, and names the epoch of its map.
         """
-        now, taken = self._sent.pop(number, (0, 0))
+        now, stored = self._sent.pop(number, (0, 0))
         for older in [each for each in self._sent if each < number]:
             del self._sent[older]  # answers come in order: these never will
-        if taken < advanced or (exactly and taken > advanced) or now <= self._from_ns:
+        if stored < advanced or (exactly and stored > advanced) or now <= self._from_ns:
             return False
         self._from_ns = now
         return True

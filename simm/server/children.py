@@ -531,11 +531,16 @@ class WorkerSlot:
             return f"worker {self.number} has not served for {self._down_s:.0f} s"
         return ""
 
-    def send_order(self, order: M.Shards, epochs: Epochs | None) -> None:
-        """Send the worker what a map means for it, after the epochs of namespaces."""
+    def send_order(self, order: M.Shards, epochs: Epochs | None, detail: int) -> None:
+        """Send the worker what a map means for it, after the epochs of namespaces.
+
+        It is asked then whether it has stored these, by STATS with this ``detail``: the next heartbeat is to know.
+        """
         if epochs is not None:
             self.worker.send(epochs, STATS_ID)
         self.worker.send(order, self.order_id)
+        if epochs is not None:
+            self.worker.send(M.Stats(detail), STATS_ID)
 
     def info(self, options: DataServerOptions, instance: int) -> M.WorkerInfo:
         """Return the worker as JOIN names it. It listens."""

@@ -510,7 +510,7 @@ class Membership(Service):
             member = self.member
             self._acked_epoch = self.delegate.taken()
             beat = M.Heartbeat(member.instance, self._acked_epoch, member.name, self.delegate.loads())
-            number = self.lease.sent(boottime_ns(), self._acked_epoch)
+            number = self.lease.sent(boottime_ns(), max(self._acked_epoch, self.delegate.stored()))
             self.request(beat, partial(self._on_beat_ack, number))
             self.report()
             frozen = self.delegate.frozen()

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH
+from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH, Word
 from ..arena.reader import ArenaReader, Located
 from ..cluster.lookup import ASK_OWNER, miss_status
 from ..config.tokens import Token
@@ -326,11 +326,13 @@ class Stream(Service):
         if msg.previous > 1:
             raise RemoteProtocolError(f"PIN with previous={msg.previous}")
         previous = bool(msg.previous)
-        looked = self._find(state, self.keeper.arena(), msg.digests, previous)
+        reader = self.keeper.arena()
+        looked = self._find(state, reader, msg.digests, previous)
         if state.lease is None:
             state.lease = Lease()
-        entries = self.leases.take(state.lease, msg.digests, looked, previous=previous)
-        peer.send_message(M.Pinned(entries), request_id)
+        entries = self.leases.take(state.lease, reader, msg.digests, looked, previous=previous)
+        generation = 0 if reader is None else reader.words[Word.GENERATION]
+        peer.send_message(M.Pinned(generation, entries), request_id)
 
     def _lapse(self) -> None:
         """Unpin what clients have not asked for in a long time: they may be stopped."""

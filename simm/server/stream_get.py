@@ -86,15 +86,15 @@ class Leases:
         self.bytes = 0
 
     def take(
-        self, lease: Lease, digests: Sequence[bytes], looked: Sequence[tuple[int, int, Located | None]], *,
-        previous: bool,
+        self, lease: Lease, reader: ArenaReader | None, digests: Sequence[bytes],
+        looked: Sequence[tuple[int, int, Located | None]], *, previous: bool,
     ) -> list[tuple[int, int, int, int, int, int, int]]:  # fmt: skip
         """Add values that have been found to a lease, pinned as far as there is room; return PINNED's entries.
 
-        ``looked``: (status, epoch with PREVIOUS, location or None) for each. One exchange with the worker.
+        ``looked``: (status, epoch with PREVIOUS, location or None) for each. ``reader`` has found them: the worker may
+        have another arena by now. One exchange with the worker.
         """
         lease.used_at = time.monotonic()
-        reader = self._keeper.arena()
         entries: list[tuple[int, int, int, int, int, int, int]] = []
         taken: list[Leased] = []
         values, last = lease.values, lease.last

@@ -539,12 +539,11 @@ class Worker(Service):
         names = store.ledger.namespaces.names
         more = claims(store.sessions.by_id.values(), names, self.tally, self.settings, detail) if detail else {}
         return store.stats() | more | {
-            "pid": os.getpid(), "epoch": self.epoch, "requests": self.requests, "unreachable": self.unreachable,
-            "mended": self._mender.mended, "ring_requests": rings.requests, "polled_idle_s": rings.idle_s,
-            "namespaces": len(names), "namespaces_freed": self.sweeper.freed, "connections": len(loop.peers),
-            "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
-            "unauthorized": loop.unauthorized,
-            "counted": self.tally.stats(),
+            "pid": os.getpid(), "epoch": self.epoch, "stored_epoch": self.shards.stored, "requests": self.requests,
+            "unreachable": self.unreachable, "mended": self._mender.mended, "ring_requests": rings.requests,
+            "polled_idle_s": rings.idle_s, "namespaces": len(names), "namespaces_freed": self.sweeper.freed,
+            "connections": len(loop.peers), "protocol_errors": loop.protocol_errors,
+            "handler_errors": loop.handler_errors, "unauthorized": loop.unauthorized, "counted": self.tally.stats(),
         }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..cluster.assignment import FENCE, Member
 from ..cluster.epochs import Lease
-from ..server.slots.epochs import known_epochs
+from ..server.slots.epochs import known_epochs, stored_epoch
 from ..wire import epoch_messages as E
 from ..wire import messages as M
 from .arena import Arena
@@ -280,16 +280,24 @@ class Server:
         if not isinstance(msg, M.Joined) or self.joined:
             return
         cluster = self.member.cluster or max(worker.arena.cluster for worker in self.workers)
-        stats = [
-            {"cluster": worker.arena.cluster, "epochs": worker.namespaces.epochs()} for worker in self.workers
-        ]  # fmt: skip
-        slots: Any = [SimpleNamespace(stats=each) for each in stats]
-        known = known_epochs(slots, self.member.epochs, cluster)
+        known = known_epochs(self._slots(), self.member.epochs, cluster)
         if known:  # on the wire all that follows comes later
             epochs = E.Epochs(self.member.epoch, cluster, 0, known)
             self._request(epochs, lambda _msg, _status: self._on_reported(msg))
         else:
             self._on_reported(msg)
+
+    def _slots(self) -> Any:
+        """Return what the workers have told of themselves."""
+        return [
+            SimpleNamespace(
+                ready=worker.process.running,
+                stats={
+                    "cluster": worker.arena.cluster, "epochs": worker.namespaces.epochs(),
+                    "stored_epoch": worker.stored,
+                },
+            ) for worker in self.workers
+        ]  # fmt: skip
 
     def _on_reported(self, msg: M.Joined) -> None:
         if self.joined or self.leaving:
@@ -307,7 +315,7 @@ class Server:
         if self.joined and not self.leaving:
             loads = [M.WorkerLoad(0, 0, 0, 0)] * self.count
             taken = min(each.taken for each in self.orders)
-            number = self.lease.sent(self._boottime_ns(), taken)
+            number = self.lease.sent(self._boottime_ns(), max(taken, stored_epoch(self._slots(), self.member)))
             self._request(M.Heartbeat(self.instance, taken, self.name, loads), partial(self._on_beat_ack, number))
             self.report()
 

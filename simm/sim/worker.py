@@ -228,6 +228,8 @@ class Worker:
         slots: Any = self.arena.slots
         self.stale = StaleEntries(self.namespaces, slots, space, lambda slot: self._drop(slots.entry(slot).digest))
         self._epochs: Epochs | None = None
+        #: The epoch of the map whose epochs this process has stored.
+        self.stored = 0
         self._drop_due = False
         #: What to call once all that can be read without an epoch is dropped.
         self._ordered: list[Callable[[], None]] = []
@@ -260,6 +262,7 @@ class Worker:
         self._accepting()
         if self._epochs is not None and self._epochs.cluster == msg.cluster:
             self.stale.take({each.name: each.epoch for each in self._epochs.namespaces})
+        self.stored = msg.epoch
         self._ordered.append(done)
         self._drop_stale()
         self.server.ordered(self.number)

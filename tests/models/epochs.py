@@ -25,6 +25,7 @@ TICK_MS: Final = 1000
 BUGS: Final = {
     "lease_from_answer": "a lease begins when the answer to the heartbeat comes, not when the heartbeat leaves",
     "lease_by_any_map": "a heartbeat extends the lease though the namespace has advanced since the workers' map",
+    "lease_by_told": "a heartbeat extends the lease by the map that a server has, whatever its workers have stored",
     "no_wait": "the manager does not wait for the lease of a server that does not answer",
     "no_lease": "a reader does not look at the lease",
     "epoch_first": "a reader looks at the epoch, then at the lease",
@@ -64,7 +65,8 @@ class Server(NamedTuple):
     taken: int = 0
     until: int = 0
     values: frozenset[Value] = frozenset()
-    #: A heartbeat on its way: (time, epoch); its answer: (time, epoch, since when nothing has advanced).
+    #: A heartbeat on its way: (time, epoch, that of the map whose epochs its lines have); its answer: these, and since
+    #: when nothing has advanced.
     beat: tuple[int, ...] = ()
 
 
@@ -239,21 +241,26 @@ class EpochModel:
             dead = now(unswept=bool(server.line) and "sweep_forgotten" not in self.bugs)
             yield f"{at}: worker dies", dead._replace(deaths=state.deaths - 1), ""
         if not server.beat:
-            yield f"{at} sends a heartbeat", now(beat=(state.now, server.taken)), ""
-        elif len(server.beat) == 2 and state.known[at]:
+            yield f"{at} sends a heartbeat", now(beat=(state.now, server.taken, self._stored(server))), ""
+        elif len(server.beat) == 3 and state.known[at]:
             acked = (*state.acked[:at], server.beat[1], *state.acked[at + 1 :])
             advanced = max(state.epoch, state.own)
             yield f"{at}: heartbeat comes", now(beat=(*server.beat, advanced))._replace(acked=acked), ""
-        elif len(server.beat) == 3:
+        elif len(server.beat) == 4:
             yield f"{at}: answer comes", now(beat=(), until=max(server.until, self._lease(state, server))), ""
+
+    def _stored(self, server: Server) -> int:
+        """Return the epoch of the newest map whose epochs are in the lines, whether it is taken over or not."""
+        has = "lease_by_told" in self.bugs or (server.line == server.table and not self.old)
+        return server.map if has else server.taken
 
     def _lease(self, state: State, server: Server) -> int:
         """Ask the real lease what an answer makes of it."""
-        sent, taken, advanced = server.beat
+        sent, _, stored, advanced = server.beat
         if "lease_from_answer" in self.bugs:
             sent = state.now
         lease = Lease()
-        number = lease.sent(1 + sent * 1_000_000 * TICK_MS, taken)
+        number = lease.sent(1 + sent * 1_000_000 * TICK_MS, stored)
         lease.answered(number, 0 if "lease_by_any_map" in self.bugs else advanced)
         return lease.until(self.lease * TICK_MS) // (1_000_000 * TICK_MS)
 
@@ -332,6 +339,7 @@ SMALLEST: Final[dict[str, dict[str, int]]] = {
     **{name: {"ticks": 2, "deaths": 0} for name in BUGS},
     "early_ack": {"ticks": 1, "deaths": 0},
     "sweep_forgotten": {"ticks": 1},
+    "lease_by_told": {"deaths": 0, "ticks": 2, "settled": 1, "puts": 0},
     "adopts": {"losses": 1, "deaths": 0, "ticks": 2, "settled": 1, "puts": 0},
     "trusts_equal": {"losses": 1, "deaths": 0, "ticks": 2, "settled": 1, "puts": 0},
     "unstored": {"restarts": 1, "deaths": 0, "ticks": 2, "settled": 1, "puts": 0},

@@ -96,6 +96,7 @@ class House:
         self.gave_up, self.frozen_by = "", 0
         self.reports: list[M.Moved] = []
         self.known: list[NamespaceEpoch] = []
+        self.stored_epoch = 0
         self.leases: list[int] = []
         self.resolved: dict[str, str] = {}
         self.membership = Membership(self.loop, self.member, self, managers, **arguments)
@@ -107,6 +108,9 @@ class House:
 
     def taken(self) -> int:
         return self.member.epoch
+
+    def stored(self) -> int:
+        return self.stored_epoch
 
     def loads(self) -> list[M.WorkerLoad]:
         return [M.WorkerLoad(1, 2, 3, 4)]

@@ -24,6 +24,9 @@ class MembershipDelegate(Protocol):
     def taken(self) -> int:
         """Epoch of the newest map that all workers have taken over; 0 for none."""
 
+    def stored(self) -> int:
+        """Epoch of the newest map whose epochs of namespaces all workers say they have stored; 0 for none."""
+
     def frozen(self) -> int:
         """Highest epoch by which a shard of a worker is frozen; 0 for none."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...cluster.assignment import Member
 from ...wire.epoch_messages import EpochLease, Epochs, NamespaceEpoch
 from ..children import STATS_ID, WorkerSlot
 
@@ -15,6 +16,19 @@ def send_lease(slots: Iterable[WorkerSlot], until_ns: int) -> None:
     """
     for slot in slots:
         slot.worker.send_unless_behind(EpochLease(until_ns), STATS_ID)
+
+
+def stored_epoch(slots: Iterable[WorkerSlot], member: Member) -> int:
+    """Return a map's epoch: all workers have stored the epochs of that map or a later one. 0 if one does not say so.
+
+    Each says so by its counters before it has dropped what a first advance makes it drop. Those of a process that has
+    ended, or of another cluster, say nothing.
+    """
+    said = [
+        slot.stats["stored_epoch"] if slot.ready and slot.stats.get("cluster") == member.cluster else 0
+        for slot in slots
+    ]  # fmt: skip
+    return min(said, default=0)
 
 
 def known_epochs(slots: Iterable[WorkerSlot], table: Epochs | None, cluster: int) -> list[NamespaceEpoch]:

@@ -128,6 +128,10 @@ class Server:
         """All maps are taken at once."""
         return self.member.epoch
 
+    def stored(self) -> int:
+        """What comes with them is stored with them."""
+        return self.member.epoch
+
     def frozen(self) -> int:
         """No shard is."""
         return 0

@@ -91,6 +91,9 @@ def test_epochs_and_leases(manager: Manager, make_house: Callable[..., House]) -
     seen = len(manager.of(M.Heartbeat))
     house.until(lambda: len(manager.of(M.Heartbeat)) > seen + 2, "answers that a namespace has advanced")
     assert not house.leases
+    house.stored_epoch = 4
+    house.until(lambda: house.leases, "a lease: its workers have the epochs, though they have not taken the map over")
+    assert manager.of(M.Heartbeat)[-1].epoch == 3, "which acknowledges nothing"
     for epoch, cluster in ((5, 1), (4, 1), (2, 9)):
         manager.push(E.Epochs(epoch, cluster, 1000, []))
     house.until(lambda: house.member.epochs is not None and house.member.epochs.cluster == 9, "epochs")

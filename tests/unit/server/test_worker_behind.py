@@ -21,6 +21,7 @@ from simm.rpc import Connection, decode
 from simm.server.children import Children, Supervised, WorkerSlot
 from simm.server.slots.epochs import send_lease
 from simm.wire import messages as M
+from simm.wire.epoch_messages import EpochLease, Epochs
 
 MAPS = 100
 
@@ -97,6 +98,18 @@ def test_maps_do_not_pile_up_and_the_newest_goes_when_it_reads_again(world: Worl
     assert newest.epoch == MAPS and number == world.slot.order_id
     world.server._on_worker(world.slot, M.Done(0), number)
     assert world.slot.current and not world.slot.order_waits
+
+
+def test_a_map_with_epochs_asks_at_once_whether_they_are_stored(world: World) -> None:
+    """Counters were a heartbeat old, and an advance within that time kept the next heartbeat from extending a lease."""
+    world.map(1)
+    assert not any(isinstance(msg, M.Stats) for msg, _ in world.read())
+    world.server.member.epochs = Epochs(2, 0, 1000, [])
+    world.server.membership.lease = SimpleNamespace(until=lambda _: 7)
+    world.server.reports.detail = 2
+    world.map(2)
+    kinds = [type(msg) for msg, _ in world.read()]
+    assert kinds == [Epochs, M.Shards, M.Stats, EpochLease], "in this order it is answered after they are stored"
 
 
 def test_the_answer_to_an_older_map_is_not_one_to_the_newest(world: World) -> None:
