@@ -218,11 +218,15 @@ class RegionMap:
 
 
 class RemoteArena:
-    """Geometry and regions of one arena; equal for all connections to one endpoint. Immutable."""
+    """Geometry and regions of one arena; equal for all connections to one endpoint. Immutable.
 
-    def __init__(self, geometry: Geometry, rails: int, regions: Sequence[RdmaRegion]) -> None:
+    ``generation``: the header's, which no other arena has.
+    """
+
+    def __init__(self, geometry: Geometry, rails: int, regions: Sequence[RdmaRegion], generation: int) -> None:
         self.geometry = geometry
-        self.key = (geometry, rails, tuple(regions))
+        self.generation = generation
+        self.key = (generation, geometry, rails, tuple(regions))
         #: By the server's rail; None for a rail without regions.
         self.region_maps = [
             RegionMap(geometry, rail, regions) if any(region.rail == rail for region in regions) else None

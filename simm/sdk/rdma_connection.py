@@ -315,11 +315,11 @@ class RdmaConnection:
             if arena is None:
                 if words[Word.STATE] in (State.CLOSED, State.SUSPENDED):
                     raise SegmentError("the server's arena is closed")
-                arena = RemoteArena(geometry, len(opened.rails), opened.regions)
+                arena = RemoteArena(geometry, len(opened.rails), opened.regions, words[Word.GENERATION])
                 return known if known is not None and known.key == arena.key else arena
         except (SegmentError, RemoteProtocolError) as exc:
             raise FabricError(str(exc)) from exc
-        if geometry != arena.geometry:
+        if geometry != arena.geometry or words[Word.GENERATION] != arena.generation:
             raise FabricError("another arena lies behind that rail")
         return arena
 

@@ -389,10 +389,11 @@ class Pin(NamedTuple):
     digests: list[bytes]
 
 
-@message(0x4C, "*BHIIQQI")
+@message(0x4C, "Q *BHIIQQI")
 class Pinned(NamedTuple):
-    """(status, entry flags, length, crc32, handle or with PREVIOUS an epoch, seq of the slot, slot) per key."""
+    """The arena; (status, entry flags, length, crc32, handle or with PREVIOUS an epoch, seq, slot) per key."""
 
+    generation: int
     entries: list[tuple[int, int, int, int, int, int, int]]
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from simm.arena.store import Store
 from simm.config.tokens import Token
-from simm.ipc.arena_files import OwnedArena
+from simm.ipc.arena_files import OwnedArena, new_generation
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel
 from simm.net.listeners import listen_tcp, listen_unix
@@ -53,7 +53,7 @@ class WorkerThread:
     def start(self) -> None:
         """A new worker on the arena, with all shards unless they are somebody else's business."""
         if self.fresh:
-            self.store = Store.create(self.segment.mm)
+            self.store = Store.create(self.segment.mm, generation=new_generation())
             self.fresh = False
         else:
             self.store = Store.recover(self.segment.mm, self.segment.name)

@@ -37,9 +37,10 @@ def read(
     return left, reading.tcp_until
 
 
-#: What a version of an entry is known by: its slot, that one's seq, its length and its crc. Each slot counts by itself,
-#: so a key that is stored again in another slot may get the seq that it had before.
-Version = tuple[int, int, int, int]
+#: What a version of an entry is known by: its arena's generation, its slot, that one's seq, its length and its crc.
+#: Each slot counts by itself and begins anew with each arena, so a key that is stored again elsewhere may get the seq
+#: that it had before.
+Version = tuple[int, int, int, int, int]
 
 
 def read_versions(
@@ -240,7 +241,8 @@ class VersionReading(RangeReading):
 
     def _is_wanted(self, position: int, entry: CachedEntry) -> bool:
         seq = int.from_bytes(entry.image[:8], "little")
-        return (entry.slot, seq, entry.length, entry.crc) == self._versions[position]
+        generation = self.connection.arena.generation  # the worker may have come back with another arena
+        return (generation, entry.slot, seq, entry.length, entry.crc) == self._versions[position]
 
     def _sort_all(self, positions: Sequence[int]) -> None:
         for position in positions:  # a cached entry may be older or newer than the version

@@ -65,9 +65,10 @@ class RemotePins:
         self._gone: list[int] = []
         #: The numbers of the UNPINs that have been sent.
         self._unpinning: list[int] = []
-        #: By number: what RDMA reads, and in which arena.
+        #: By number: what RDMA reads.
         self._versions: dict[int, tuple[bytes, Version]] = {}
-        self._arena = target.rdma.arena if target.rdma is not None else None
+        #: Of the arena that the stream has pinned in last.
+        self._generation = 0
 
     @classmethod
     def at(
@@ -104,10 +105,11 @@ class RemotePins:
                 if any(entry[6] >= SLOTS_MAX for entry in answer.entries):
                     channel.fail("the server pinned a value in a slot that no arena has")
                 entries += answer.entries
+                self._generation = generation = answer.generation
                 for (value, digest), (status, flags, length, crc, handle, seq, slot) in zip(part, answer.entries):
                     if status == Status.OK:
                         self._values[value] = handle, flags, length, crc
-                        self._versions[value] = digest, (slot, seq, length, crc)
+                        self._versions[value] = digest, (generation, slot, seq, length, crc)
         return entries + [_NOWHERE] * (len(keys) - len(entries))
 
     def read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
@@ -163,9 +165,8 @@ class RemotePins:
         )  # fmt: skip
 
     def _is_of(self, arena: RemoteArena | None) -> bool:
-        """Return whether the values were pinned there. A path that was made anew has another object for the arena."""
-        mine = self._arena
-        return arena is mine or (arena is not None and mine is not None and arena.key == mine.key)
+        """Return whether RDMA may find the values there; each read makes sure. None: not connected yet."""
+        return arena is None or arena.generation == self._generation
 
     def read_rows(
         self, numbers: Sequence[int], rows: Sequence[Rows], lengths: Sequence[int | None], results: list[int | None]

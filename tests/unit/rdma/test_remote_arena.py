@@ -129,7 +129,7 @@ def image_of(digest: bytes, seq: int, offset: int, length: int, *, flags: int = 
 
 
 def test_finding_against_a_naive_search() -> None:
-    arena = RemoteArena(GEOMETRY, 1, regions_of(random.Random(2)))
+    arena = RemoteArena(GEOMETRY, 1, regions_of(random.Random(2)), 1)
     for seed in range(300):
         rng = random.Random(seed)
         digest = digest_of(f"k{seed}")
@@ -165,7 +165,7 @@ def test_finding_against_a_naive_search() -> None:
     ],
 )  # fmt: skip
 def test_impossible_entries_have_no_place(image: dict[str, Any]) -> None:
-    arena = RemoteArena(GEOMETRY, 1, regions_of(random.Random(2)))
+    arena = RemoteArena(GEOMETRY, 1, regions_of(random.Random(2)), 1)
     digest = digest_of("x")
     fields = {"digest": digest, "seq": 4, "offset": GEOMETRY.data_offset, "length": 64, **image}
     assert arena.entry(image_of(digest, 4, GEOMETRY.data_offset, 64), 0, digest, 0) is not None

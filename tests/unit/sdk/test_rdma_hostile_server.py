@@ -270,7 +270,7 @@ def test_regions_beyond_all_memory() -> None:
 def test_a_length_that_no_value_has() -> None:
     """A false length from the server must not make the client allocate gigabytes."""
     geometry = Geometry.plan(256 * MIB, 512)
-    arena = RemoteArena(geometry, 1, [R.RdmaRegion(0, 0, 0, geometry.size, 1 << 30, 1)])
+    arena = RemoteArena(geometry, 1, [R.RdmaRegion(0, 0, 0, geometry.size, 1 << 30, 1)], 1)
     digest = bytes(range(16))
     for length, fits in ((VALUE_BYTES_MAX, True), (VALUE_BYTES_MAX + 1, False), (geometry.data_bytes, False)):
         image = struct.pack("<Q16sQIIIHHQQ", 2, digest, geometry.data_offset, length, 0, 1 << 31, 1, 0, 0, 0)

@@ -24,6 +24,7 @@ from tests.support.dose import dosed
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
 from tests.support.invariants import InvariantViolation
 from tests.support.rdma_script import KEYS, SIZE, Writer, finds_harm, value_of, version_in
+from tests.support.store_world import new_segment, remove_segment
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20
@@ -230,6 +231,39 @@ def test_issue_a_path_that_was_made_anew_reads_what_was_pinned_before(monkeypatc
             assert path_of(client) is not before and client.get("k") is not None  # it is connected
             gets = client.counters["rdma_gets"]
             assert read(pins) == 1 and client.counters["rdma_gets"] == gets + 1
+
+
+@pytest.mark.parametrize("late", ["stream", "endpoint"])
+def test_issue_another_arena_has_another_version(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    """The worker has come back with a new one, and one of both is still at the old one.
+
+    The slots of the new one count from the start, so the key has the slot and the seq that it had before.
+    """
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        node, writer = cluster.node, filled(cluster, "shm")
+        client = cluster.rdma()
+        assert client.get("k") == value_of("k", 1, SIZE)
+        stream, endpoint, former = node.stream.stream.keeper, node.endpoint.endpoint.keeper, node.worker.segment
+        before = stream.reader
+        monkeypatch.setattr(stream if late == "stream" else endpoint, "worker", lambda: None)
+        node.worker.die()
+        node.worker.segment, node.worker.fresh = new_segment(former.size), True
+        try:
+            node.worker.start()
+            cluster.instruct()
+            wait_until(lambda: writer.put("k", value_of("k", 2, SIZE)), "the new arena has it")
+            if late == "stream":
+                node.endpoint.stop()
+                node.endpoint.start()
+            else:
+                wait_until(lambda: stream.reader is not before, "the stream has seen it")
+            by_rdma, by_tcp = (2, 1) if late == "stream" else (1, 2)
+            wait_until(lambda: client.get("k") == value_of("k", by_rdma, SIZE), "RDMA reads there")
+            gets = client.counters["rdma_gets"]
+            with client.pin(["k"]) as pins:
+                assert read(pins) == by_tcp and client.counters["rdma_gets"] == gets
+        finally:
+            remove_segment(former)
 
 
 def test_without_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class Lease:
             raise TransportError(self.broken)
 
     def result(self, _frame: None) -> Any:
-        return M.Pinned([(Status.PREVIOUS, 0, 0, 0, EPOCH, 0, 0)] * len(self.asked.digests))
+        return M.Pinned(1, [(Status.PREVIOUS, 0, 0, 0, EPOCH, 0, 0)] * len(self.asked.digests))
 
     def has_input(self, _number: int) -> bool:
         return not self.server.silent or self.server.clock.now >= self.until
@@ -233,7 +233,7 @@ def held(routes: Any, servers: Sequence[Server]) -> Pins:
         target: Any = server
         holder = RemotePins.at(target, routes, Copier(1), None, dict.fromkeys(NAMES, 0))
         assert holder is not None
-        holder._values[number], holder._versions[number] = (1, 0, 100, 0), (bytes(16), (0, 0, 100, 0))
+        holder._values[number], holder._versions[number] = (1, 0, 100, 0), (bytes(16), (1, 0, 0, 100, 0))
         pins.take(number, holder, 100)
     pins.settle()
     return pins
