@@ -315,7 +315,8 @@ class InFlightCopies:
     def wait(self) -> None:
         """Wait until every copy that has begun is done, deferring interruptions, and forget those that have not.
 
-        Raises UnfinishedCopy. Twice is harmless: the second call raises it again.
+        Raises UnfinishedCopy. Twice is harmless: the second call raises it again. Raises CudaError if all are done but
+        the thread's context cannot be set again.
         """
         interrupted: BaseException | None = None
         self._last = None
@@ -345,7 +346,7 @@ class InFlightCopies:
             try:
                 self._driver.set_context(self._before)
             except CudaError as exc:
-                self._unfinished = self._unfinished or str(exc)
+                interrupted = interrupted or exc
             self._changed = False  # after the call: if an interruption comes first, the next wait makes it once more
         try:
             if self._unfinished is not None:

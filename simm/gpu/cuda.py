@@ -5,8 +5,9 @@ toolkit nor torch. SiMM shares the engine's *primary contexts* (one for each GPU
 pointers of both are valid for both. A context is retained once and kept until the process ends.
 
 * Several functions exist twice. The one without ``_v2`` takes 32-bit sizes; ctypes must name the other.
-* The current context belongs to a thread and to the code that set it. :meth:`Driver.current` restores it. That sets
+* The current context belongs to a thread and to the code that set it. :meth:`Driver.within` restores it. That sets
   the one that there was, and pops nothing, so where an interruption leaves open whether it is done, it is done again.
+  It is no context manager: an interruption as the ``__exit__`` of one begins would leave nobody to do it.
 * Errors are sticky: after a kernel of the engine's has failed, every call fails, by one exception (:class:`CudaError`).
 * The driver does not survive a fork. :func:`load`, and each call of a child's :class:`Driver`, refuse there.
 * ``ctypes.CDLL`` releases the GIL for each call, so those that wait do not stop the engine.
@@ -16,10 +17,9 @@ Constants are those of ``cuda.h``; each has its name there next to it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..errors import DeviceError
@@ -250,16 +250,6 @@ class Driver:
         """Make a context this thread's current one in the place of that which is, or none with 0. Twice is harmless."""
         self._call("context_set", context)
 
-    def restore(self, context: int) -> None:
-        """Do :meth:`set_context` also if an interruption comes before the call."""
-        try:
-            self.set_context(context)
-        except CudaError:
-            raise
-        except BaseException:
-            self.set_context(context)
-            raise
-
     def push(self, device: int) -> None:
         """Make the device's primary context this thread's current one, and :meth:`pop` it: for benchmarks and tests."""
         self._call("push", self.primary(device))
@@ -268,17 +258,21 @@ class Driver:
         """Give the thread back the context that it had."""
         self._call("pop", ctypes.byref(ctypes.c_void_p()))
 
-    @contextlib.contextmanager
-    def current(self, device: int) -> Iterator[None]:
-        """Make the device's primary context this thread's current one for the block."""
+    def within(self, device: int, work: Callable[[], object]) -> None:
+        """Do ``work`` with the device's primary context as this thread's current one. Raises CudaError."""
         before, primary = self.context(), self.primary(device)
+        if primary == before:
+            work()
+            return
         try:
-            if primary != before:
-                self.set_context(primary)
-            yield
+            self.set_context(primary)
+            work()
         finally:
-            if primary != before:
-                self.restore(before)
+            try:
+                self.set_context(before)
+            except BaseException:
+                self.set_context(before)  # an interruption may have come before the call
+                raise
 
     def _retain(self, device: int) -> int:
         with self._lock:

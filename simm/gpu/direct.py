@@ -142,8 +142,13 @@ class DeviceRegistration(Registration):
         except CudaError as exc:
             raise FabricError(str(exc)) from exc
         finally:
-            with contextlib.suppress(CudaError):
-                driver.restore(before)
+            try:
+                driver.set_context(before)
+            except CudaError:
+                pass
+            except BaseException:
+                driver.set_context(before)  # an interruption may have come before the call
+                raise
         raise FabricError("; ".join(why))
 
     def _complain(self, rail: Rail, exc: FabricError) -> None:
@@ -359,12 +364,15 @@ def after_work(spans: Iterable[DeviceBuffer]) -> None:
         return
     driver = cuda.load()
     for device, waits in streams.items():
-        with driver.current(device):
-            if cuda.STREAM_PER_THREAD in waits:
-                driver.context_synchronize()  # each thread has another one, and this may not be the caller's
-                continue
-            for stream in waits:
-                driver.stream_synchronize(stream)
+        driver.within(device, functools.partial(_wait, driver, waits))
+
+
+def _wait(driver: Driver, streams: set[int]) -> None:
+    if cuda.STREAM_PER_THREAD in streams:
+        driver.context_synchronize()  # each thread has another one, and this may not be the caller's
+        return
+    for stream in streams:
+        driver.stream_synchronize(stream)
 
 
 @functools.cache
@@ -395,8 +403,7 @@ def flush(devices: Iterable[int]) -> None:
         try:
             driver = cuda.load()
             if _order_of(driver, device)[0]:
-                with driver.current(device):
-                    driver.flush_writes()
+                driver.within(device, driver.flush_writes)
         except CudaError as exc:
             failed = failed or exc
     if failed is not None:

@@ -25,6 +25,7 @@ import queue
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Final
 
 from ..host import fork
@@ -105,12 +106,11 @@ class Pinned:
             read_only = not self._writable
             if read_only and not driver.attribute(self._device, READ_ONLY_HOST_REGISTER_SUPPORTED):
                 raise CudaError("this device cannot register memory that is mapped read-only")
-            with driver.current(self._device):
-                try:
-                    driver.host_register(address, size, read_only=read_only)
-                except CudaError as exc:
-                    if not again or exc.code != ALREADY_REGISTERED:
-                        raise
+            try:
+                driver.within(self._device, partial(driver.host_register, address, size, read_only=read_only))
+            except CudaError as exc:
+                if not again or exc.code != ALREADY_REGISTERED:
+                    raise
         except CudaError as exc:
             self.failure = str(exc)
             self._pieces.pop()
@@ -136,12 +136,11 @@ class Pinned:
             if self.stuck:
                 raise CudaError("a copy from or to it may not have ended")
             while self._pieces and not driver.forked:
-                with driver.current(self._device):
-                    try:
-                        driver.host_unregister(self._pieces[-1])
-                    except CudaError as exc:
-                        if exc.code != NOT_REGISTERED:  # else an interruption came before it was, or when it was not
-                            raise
+                try:
+                    driver.within(self._device, partial(driver.host_unregister, self._pieces[-1]))
+                except CudaError as exc:
+                    if exc.code != NOT_REGISTERED:  # else an interruption came before it was, or when it was not
+                        raise
                 self._pieces.pop()
         except CudaError as exc:
             # The driver has failed. The mapping stays for good, as a DMA may still use it.

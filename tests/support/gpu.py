@@ -7,6 +7,7 @@ It exists in Python and as a compiled library, which ctypes calls as it would th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -49,6 +50,16 @@ def registered_by(client: Client) -> None:
     reader = reader_of(client)
     if reader is not None:
         all_of(pinning.pinned_for(reader, cuda.load(), 0))
+
+
+@contextlib.contextmanager
+def current(driver: Driver, device: int) -> Iterator[None]:
+    """Have the device's primary context current in the block, for whom nothing interrupts."""
+    driver.push(device)
+    try:
+        yield
+    finally:
+        driver.pop()
 
 
 def noise(seed: int, size: int) -> bytes:
@@ -209,7 +220,7 @@ class Real:
         return "" if driver.devices else "no GPU"
 
     def alloc(self, device: int, size: int) -> int:
-        with self._driver.current(0):
+        with current(self._driver, 0):
             address = self._driver.allocate(size)
             self._memory.append(address)
             assert self._library.cuMemsetD8_v2(ctypes.c_uint64(address), 0, ctypes.c_size_t(size)) == 0
@@ -217,12 +228,12 @@ class Real:
 
     def peek(self, address: int, size: int) -> bytes:
         data = ctypes.create_string_buffer(size)
-        with self._driver.current(0):
+        with current(self._driver, 0):
             assert self._library.cuMemcpyDtoH_v2(data, ctypes.c_uint64(address), ctypes.c_size_t(size)) == 0
         return data.raw
 
     def poke(self, address: int, data: bytes) -> None:
-        with self._driver.current(0):
+        with current(self._driver, 0):
             assert self._library.cuMemcpyHtoD_v2(ctypes.c_uint64(address), data, ctypes.c_size_t(len(data))) == 0
 
     def registered(self) -> int:
@@ -235,7 +246,7 @@ class Real:
         assert self.library.live == 0, "streams, events or contexts left"
 
     def close(self) -> None:
-        with self._driver.current(0):
+        with current(self._driver, 0):
             for address in self._memory:
                 self._driver.free(address)
         self._memory.clear()
@@ -256,7 +267,7 @@ def shut_down() -> None:
     for device, streams in idle:
         for stream in streams:
             if driver is stream.driver and not driver.forked:
-                with driver.current(device):
+                with current(driver, device):
                     stream.close()
     copy.staging.close()
     with pinning._lock:

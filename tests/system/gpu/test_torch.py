@@ -24,7 +24,7 @@ from simm.errors import UsageError
 from simm.gpu import copy, cuda, direct
 from simm.gpu.buffers import device_span
 from simm.kv import BlockView, register_mr
-from tests.support.gpu import KIB, MIB, Real, registered_by, shut_down
+from tests.support.gpu import KIB, MIB, Real, current, registered_by, shut_down
 
 pytestmark = pytest.mark.skipif(
     bool(Real.missing()) or importlib.util.find_spec("torch") is None, reason="no GPU, or no torch"
@@ -270,7 +270,7 @@ def test_memory_of_torch_is_exported_as_dma_buf(torch: Any) -> None:
     if not driver.attribute(0, cuda.DMA_BUF_SUPPORTED):
         pytest.skip("this driver exports no dma-buf")
     page = os.sysconf("SC_PAGESIZE")
-    with driver.current(0):
+    with current(driver, 0):
         fd = driver.dma_buf(tensor.data_ptr() // page * page, 4 * MIB)
     try:
         assert os.readlink(f"/proc/self/fd/{fd}").startswith(("/dmabuf", "anon_inode:dmabuf"))

@@ -104,7 +104,7 @@ def test_issue_an_interrupted_call_leaves_the_context_as_it_was(
     fake: FakeCuda, stack: list[int], spans: list[DeviceBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that need a context for a moment: waits, flushes, and registrations with the driver and with a device."""
-    arena = Arena(PAGE)
+    arena, memory = Arena(PAGE), DeviceRegistration(spans[0])
     region = SimpleNamespace(close=lambda: None)
     rail: Any = SimpleNamespace(name="contexts")
     monkeypatch.setattr(direct, "_WAYS", (("any way", lambda *_: region),))
@@ -120,11 +120,10 @@ def test_issue_an_interrupted_call_leaves_the_context_as_it_was(
         assert fake._contexts() == stack
         fake.ranges.clear()  # what is pinned where the end was interrupted
 
-    for call in (
-        lambda: after_work(spans), lambda: flush([0, 1]), pins, lambda: DeviceRegistration(spans[0])._made(rail),
-    ):  # fmt: skip
+    for call in (lambda: after_work(spans), lambda: flush([0, 1]), pins, lambda: memory._made(rail)):
         with monkeypatch.context() as patched:
             assert beside_each_call(patched, call, check) > 4
+        assert everywhere(call, check, ("simm.", "contextlib")) > 10
 
 
 def test_a_thread_that_has_the_context_keeps_it(fake: FakeCuda, spans: list[DeviceBuffer]) -> None:
