@@ -243,15 +243,20 @@ def forget_lock() -> None:
     _channel_lock = threading.Lock()
 
 
+def _lowest_free() -> int:
+    """Return the number that the next descriptor gets. Raises OSError."""
+    lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.close(lowest)
+    return lowest
+
+
 def _descriptors() -> set[str]:
     """Return the descriptors of this process by name, but for the lowest free one, which the listing itself has.
 
     Raises OSError.
     """
     names = set(os.listdir("/proc/self/fd"))
-    lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    os.close(lowest)
-    return names - {str(lowest)}
+    return names - {str(_lowest_free())}
 
 
 def _event_files(names: Iterable[str]) -> set[int]:
@@ -275,15 +280,19 @@ def make_channel(library: Library, context: Any, stack: Stack) -> tuple[Any, int
         for _ in range(_CHANNEL_TRIES):
             try:
                 before = set() if hasattr(library.CompChannel, "fd") else _descriptors()
+                lowest = _lowest_free()
                 made = stack.make("a completion channel", lambda: library.CompChannel(context))
                 fd = getattr(made, "fd", None)
-                # Another library in this process may have made one at the same time; then try again. So does one whose
-                # number another thread's descriptor had at first.
-                new = {fd} if isinstance(fd, int) else _event_files(_descriptors() - before)
-                if len(new) == 1:
-                    number = new.pop()
-                    os.set_blocking(number, False)
-                    return made, number
+                if isinstance(fd, int):
+                    new, lowest = {fd}, fd
+                else:
+                    new = _event_files(_descriptors() - before)
+                # Another library in this process may have made one at the same time; then try again. So does one with
+                # another number than the next: another thread's descriptor may have had it at first, so that it is not
+                # new, and the only new one is the other library's.
+                if new == {lowest}:
+                    os.set_blocking(lowest, False)
+                    return made, lowest
             except OSError as error:
                 stack.close()  # the channel may have been made
                 raise FabricError(f"cannot tell a completion channel's descriptor: {error}") from error

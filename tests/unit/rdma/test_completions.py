@@ -269,3 +269,37 @@ def test_issue_only_descriptors_that_have_appeared_are_looked_at(
         stack.close()
         for each in opened:
             os.close(each)
+
+
+def test_issue_a_channel_with_a_number_that_was_taken_is_no_other_librarys(
+    rail: ScriptedRail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only event file that is new is the other one's: ours would be waited for there, and theirs not block."""
+    opened = [os.eventfd(0) for _ in range(3)]
+    theirs: list[int] = []
+    made: list[Events] = []
+    real = work_requests._descriptors
+
+    def names() -> set[str]:
+        found = real()
+        if not theirs:
+            theirs.append(os.memfd_create("[infinibandevent]"))
+            os.close(opened.pop(0))  # another thread's, of whose number ours will be
+        return found
+
+    def making(_context: Any) -> Events:
+        made.append(Events(rail))
+        return made[-1]
+
+    monkeypatch.setattr(work_requests, "_descriptors", names)
+    library: Any = rail.library
+    library.CompChannel = making
+    stack = work_requests.Stack(library)
+    try:
+        channel, fd = work_requests.make_channel(library, None, stack)
+        assert channel is made[1] and fd == made[1]._file and not os.get_blocking(fd)
+        assert os.get_blocking(theirs[0]) and rail.closed == ["Events"]
+    finally:
+        stack.close()
+        for each in opened + theirs:
+            os.close(each)
