@@ -244,7 +244,8 @@ class Spool:
         fork.in_child(self._after_fork)
 
     def _begin(self) -> None:
-        self._users = 0
+        #: Whoever wants what is recorded to be written. Twice is once, so an interrupted call can be made again.
+        self._users: set[object] = set()
         self._wake = Wake()
         self._thread: threading.Thread | None = None
         self._name = f"{os.getpid()}-{time.time_ns():016x}"
@@ -256,19 +257,20 @@ class Spool:
         """The file that it appends to."""
         return self.folder / (self._name + _NEWEST)
 
-    def join(self) -> None:
-        """Write from now on, for one client more. Raises ConfigError; after any exception it is none more."""
+    def join(self, user: object) -> None:
+        """Write from now on, for one user more. Raises ConfigError; after any exception it is none more."""
         forget_oldest(self.folder)
-        counted = False
         try:
             with self._lock:
-                self._users += 1
-                counted = True
+                self._users.add(user)
             self.go_on()
         except BaseException:  # of a signal's handler
-            if counted:
-                self.leave()
+            self.leave(user)
             raise
+
+    def has(self, user: object) -> bool:
+        """Return whether it writes for this user."""
+        return user in self._users
 
     def go_on(self) -> None:
         """Begin to write, unless it does: threads do not survive a fork."""
@@ -283,15 +285,15 @@ class Spool:
                 self._thread = None
                 log.warning("what is traced is not written: %s", exc)
 
-    def leave(self) -> None:
-        """Write for one client less; its operations are written before this returns.
+    def leave(self, user: object) -> None:
+        """Write for this user no more; its operations are written before this returns.
 
         On a disk that hangs they are not, and this takes ``4 * WRITE_S`` seconds: a thread waits for that disk.
         """
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             thread = None
-            if self._users <= 0 and self._thread is not None:
+            if not self._users and self._thread is not None:
                 thread, self._thread = self._thread, None
                 self._wake.set()
         try:

@@ -156,15 +156,21 @@ class Tracing:
     def take(self, options: ClientOptions) -> None:
         """Trace as these options say, unless an operator says otherwise. Raises ConfigError, UsageError.
 
-        The options before hold then.
+        The options before hold then, unless a call within this one, as of a signal's handler, wants others meanwhile:
+        what that fails by is logged, and tried again by :meth:`look`.
         """
         with self._lock:
             before, self._options = self._options, options
             try:
                 self._settle()
-            except BaseException:
-                self._options = before
-                raise
+            except BaseException as exc:
+                if self._options is options:
+                    self._options = before
+                    raise
+                if not isinstance(exc, Exception):
+                    self._again_at = 0.0
+                    raise
+                self._failed(exc)
             finally:
                 self._end_if_over()
 
@@ -248,12 +254,12 @@ class Tracing:
             self._end(client)
             return
         slow_ns = int(slow_ms * 1_000_000)
-        if ratio is not None and self._spool is None:
+        if ratio is not None and (self._spool is None or not self._spool.has(self)):
             from ...tracing.spool import spool_in
 
             self._spool = spool_in(options.trace_dir)
             try:
-                self._spool.join()
+                self._spool.join(self)
             except BaseException:
                 self._spool = None
                 raise
@@ -273,9 +279,9 @@ class Tracing:
             self.on = False
 
     def _leave(self) -> None:
-        spool, self._spool = self._spool, None
-        if spool is not None:
-            spool.leave()
+        if self._spool is not None:
+            self._spool.leave(self)
+            self._spool = None  # last: an interrupted end is made again
 
     def close(self) -> None:
         """Trace no more, and write what was recorded.
@@ -302,4 +308,6 @@ class Tracing:
 
     def after_fork(self) -> None:
         """Go on in a forked child, with a lock of its own."""
+        if self._settling:  # another thread was at it: the next look does it from the start
+            self._spool, self._asked, self._again_at = None, None, 0.0
         self._lock, self._settling = threading.RLock(), False

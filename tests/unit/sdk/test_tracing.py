@@ -413,7 +413,7 @@ def test_close_waits_for_no_folder_that_hangs(tmp_path: Path, monkeypatch: pytes
         goes_on.set()
         began.join()
         closing.join()
-    assert not switch.traces(client) and spool.spool_in(tmp_path / "t")._users == 0
+    assert not switch.traces(client) and not spool.spool_in(tmp_path / "t")._users
 
 
 # -- servers -------------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ def test_issue_what_could_not_begin_for_a_moment_is_tried_again(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def users() -> int:
-        return spool.spool_in(folder)._users
+        return len(spool.spool_in(folder)._users)
 
     monkeypatch.setattr(calls, "RETRY_S", 0.0)
     spool.ask(folder, "1", 0, 3600.0)
@@ -623,15 +623,15 @@ def test_issue_a_handler_that_switches_tracing_meets_no_lock(tmp_path: Path, mon
         assert client.trace(1.0) is not None
         leave = spool.Spool.leave
 
-        def interrupted(mine: spool.Spool) -> None:
+        def interrupted(mine: spool.Spool, user: object) -> None:
             monkeypatch.setattr(spool.Spool, "leave", leave)
             client.trace(0.5)  # as the handler of a second signal
-            leave(mine)
+            leave(mine, user)
 
         monkeypatch.setattr(spool.Spool, "leave", interrupted)
         assert ended(lambda: client.trace(None)), "it hangs"
         assert client._decision.ratio == 0.5
-    assert spool.spool_in(tmp_path / "t")._users == 0
+    assert not spool.spool_in(tmp_path / "t")._users
 
 
 # -- slow calls ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def client(folder: Path) -> Iterator[FakeClient]:
 
 
 def users(folder: Path) -> int:
-    return spool.spool_in(folder)._users
+    return len(spool.spool_in(folder)._users)
 
 
 def interrupted(
@@ -105,6 +105,73 @@ def test_issue_an_interrupted_beginning_leaves_no_user(client: FakeClient, folde
 
     modules = ("simm.sdk.calls.tracing", "simm.tracing.spool", "simm.sdk.tracing.switch")
     assert everywhere(lambda: client.trace(1.0), check, modules) > 20
+
+
+def test_issue_an_interrupted_end_is_made_again(client: FakeClient, folder: Path) -> None:
+    """The spool was forgotten before it was told, and nobody told it any more."""
+
+    def check() -> None:
+        client.trace(None)
+        assert not switch.traces(client) and users(folder) == 0 and spool.spool_in(folder)._thread is None
+        client.trace(1.0)
+
+    client.trace(1.0)
+    modules = ("simm.sdk.calls.tracing", "simm.tracing.spool", "simm.sdk.tracing.switch")
+    assert everywhere(lambda: client.trace(None), check, modules) > 10
+
+
+def test_issue_a_wish_outlives_the_call_that_it_came_in(
+    client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a call put back the options before it, also over those that its handler had asked for."""
+
+    def handler() -> None:
+        client.trace(0.5)
+        raise KeyboardInterrupt
+
+    client.trace(1.0)
+    interrupted(monkeypatch, spool.Spool, "leave", handler, after=True)
+    with pytest.raises(KeyboardInterrupt):
+        client.trace(None)
+    calls._tracing_of(client).look()
+    assert switch.traces(client) and client._decision.ratio == 0.5 and users(folder) == 1
+
+
+def test_issue_nobody_gets_the_error_of_another_wish(
+    client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise ConfigError("no folder")
+
+    monkeypatch.setattr(calls, "RETRY_S", 0.0)
+    client.trace(1.0)
+    interrupted(monkeypatch, spool.Spool, "leave", lambda: client.trace(0.5), after=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(spool.Spool, "join", fails)
+        assert client.trace(None) is None
+    assert "no folder" in caplog.text
+    calls._tracing_of(client).look()
+    assert switch.traces(client) and client._decision.ratio == 0.5 and users(folder) == 1
+
+
+def test_issue_a_child_forked_while_another_thread_begins_to_trace_traces(
+    client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the spool, which did not know of it: no thread wrote."""
+    tracing = calls._tracing_of(client)
+    spool.ask(folder, "1", 0, 3600.0)
+    seen: list[bool] = []
+
+    def forked(_folder: Path, **_: object) -> int:
+        monkeypatch.undo()  # the rest happens in the child
+        tracing.after_fork()
+        tracing.look()
+        seen.append(switch.traces(client) and users(folder) == 1 and spool.spool_in(folder)._thread is not None)
+        return 0
+
+    monkeypatch.setattr(spool, "forget_oldest", forked)
+    tracing.look()
+    assert seen == [True]
 
 
 # -- what an operator wants --------------------------------------------------------------------------

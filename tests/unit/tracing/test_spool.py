@@ -45,13 +45,13 @@ def folder(tmp_path: Path) -> Path:
 def test_what_a_process_records_is_collected(folder: Path) -> None:
     mine = spool.spool_in(folder)
     assert spool.spool_in(folder) is mine
-    mine.join()
-    mine.join()
+    mine.join("one")
+    mine.join("two")
     mine.recorder.add(operation())
     wait_until(lambda: len(spool.collect(folder)[0]) == 2, "the thread has written the spans")
-    mine.leave()
+    mine.leave("one")
     mine.recorder.add(operation("put"))
-    mine.leave()  # the last one writes what is left
+    mine.leave("two")  # the last one writes what is left
     events, bad, refused = spool.collect(folder)
     assert [event["name"] for event in events] == ["get", "copy", "put", "copy"] and (bad, refused) == (0, 0)
     assert folder.stat().st_mode & 0o777 == 0o700 and mine.path.stat().st_mode & 0o777 == 0o600
@@ -113,8 +113,8 @@ def test_issue_who_cannot_join_is_no_user(folder: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", no_descriptor)
         with pytest.raises(ConfigError, match="Too many open files"):
-            mine.join()
-    assert mine._users == 0 and mine._thread is None
+            mine.join("one")
+    assert not mine._users and mine._thread is None
 
 
 def no_descriptor(*_: object) -> Any:
@@ -124,16 +124,16 @@ def no_descriptor(*_: object) -> Any:
 def test_issue_a_client_that_ends_within_the_lock_of_its_spool_ends(folder: Path) -> None:
     """A finalizer, or a signal's handler, that ended one there waited for ever."""
     mine = spool.spool_in(folder)
-    mine.join()
-    mine.join()
+    mine.join("one")
+    mine.join("two")
 
     def within() -> None:
         with mine._lock:
-            mine.leave()
+            mine.leave("one")
 
     assert ended(within), "it hangs"
-    mine.leave()
-    assert mine._users == 0
+    mine.leave("two")
+    assert not mine._users
 
 
 def test_the_files_of_the_oldest_processes_go(folder: Path) -> None:
@@ -153,14 +153,14 @@ def test_forked_children_are_bounded_as_other_processes(folder: Path, monkeypatc
     """A program that forks a child for each request, with a client that traces."""
     monkeypatch.setattr(spool, "PROCESSES_MAX", 3)
     mine = spool.spool_in(folder)
-    mine.join()
+    mine.join("one")
     for _ in range(20):
         mine._after_fork()
         mine.recorder.add(operation())
         mine.write()
     assert len(spool.files_in(folder)) == 2 * 3 - 1
     assert mine.path in spool.files_in(folder)
-    mine.leave()
+    mine.leave("one")
 
 
 def test_a_disk_that_refuses_costs_the_spans_and_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -513,11 +513,11 @@ def test_who_leaves_does_not_write_to_a_disk_that_hangs(
     mine = spool.spool_in(folder)
     monkeypatch.setattr(spool.Spool, "_append", hanging)
     monkeypatch.setattr(spool, "WRITE_S", 3600.0)  # nothing is written before the end
-    for _ in range(users):
-        mine.join()
+    for user in range(users):
+        mine.join(user)
     monkeypatch.setattr(spool, "WRITE_S", 0.01)
     mine.recorder.add(operation())
-    leaving = threading.Thread(target=mine.leave)
+    leaving = threading.Thread(target=mine.leave, args=(0,))
     leaving.start()
     try:
         assert hangs.wait(60)
@@ -526,8 +526,8 @@ def test_who_leaves_does_not_write_to_a_disk_that_hangs(
         goes_on.set()
         leaving.join()
     wait_until(lambda: len(spool.collect(folder)[0]) == 2, "once the disk goes on, it is written")
-    for _ in range(users - 1):
-        mine.leave()
+    for user in range(1, users):
+        mine.leave(user)
 
 
 def test_issue_an_interrupted_end_leaves_no_thread_that_hangs(folder: Path) -> None:
@@ -536,8 +536,8 @@ def test_issue_an_interrupted_end_leaves_no_thread_that_hangs(folder: Path) -> N
     running: list[tuple[Any, Any]] = []
 
     def begin() -> None:
-        mine._users, mine._thread = 0, None
-        mine.join()
+        mine._users, mine._thread = set(), None
+        mine.join("one")
         running.append((mine._wake, mine._thread))
 
     def check() -> None:
@@ -547,5 +547,5 @@ def test_issue_an_interrupted_end_leaves_no_thread_that_hangs(folder: Path) -> N
         begin()
 
     begin()
-    assert everywhere(mine.leave, check, ("simm.tracing.spool", "simm.host.threads", "threading")) > 5
-    mine.leave()
+    assert everywhere(lambda: mine.leave("one"), check, ("simm.tracing.spool", "simm.host.threads", "threading")) > 5
+    mine.leave("one")
