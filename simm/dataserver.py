@@ -293,7 +293,7 @@ class DataServer:
     def _start_cold(self, slot: WorkerSlot) -> None:
         """Replace a worker's segment that cannot be recovered. No manager knows this server yet."""
         old = slot.segment
-        log.warning("%s is set aside and removed: worker %d starts cold", old.name, slot.number)
+        slot.worker.retire()  # it gets a successor, if any
         self.membership.warm = False
         self._allow(f"replacing the arena of worker {slot.number}", old.size)
         try:

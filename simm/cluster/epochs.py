@@ -32,7 +32,7 @@ namespaces stay readable for as long as it takes, as ever.
 below), and acknowledges no map meanwhile. Its lines have E all that time, which its counters say, and a lease is about
 lines only: what is dropped has no epoch. So the lease goes on, and no other namespace loses its values, unless each
 heartbeat within ``lease_s`` meets an advance that is a few milliseconds old: counters are asked for with each map, and
-come before entries are dropped. They may be later, which is harmless: no line goes back to an older epoch. Those of
+come while entries are dropped. They may be later, which is harmless: no line goes back to an older epoch. Those of
 another cluster count for nothing.
 
 **The order of a reader's looks**: value, lease, epoch. If the lease was valid at some moment, and the line had the old

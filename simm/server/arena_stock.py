@@ -308,9 +308,13 @@ class ArenaStock:
     def replace(self, number: int, old: OwnedArena, progress: Progress) -> OwnedArena | None:
         """Remove a worker's arena and make one of its size, faulted in. None once the server is to stop.
 
-        The new one may need the memory of the old one, which is waited for. Raises SegmentError. As long as the old one
-        is there this process owns it. A new one is there only if it is returned.
+        The new one may need the memory of the old one. That is waited for, but for data in a memfd, as with ``--group``
+        and of huge pages. Raises SegmentError. As long as the old one is there this process owns it. A new one is there
+        only if it is returned.
         """
+        if not self._while_running():
+            return None
+        log.warning("%s is set aside and removed: worker %d starts cold", old.name, number)
         let_go = segments.LetGo()
         for name in (old.name, data_name(old.name), events_name(old.name)):
             let_go.measure(name)
