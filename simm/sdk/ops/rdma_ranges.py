@@ -241,15 +241,20 @@ class VersionReading(RangeReading):
 
     def _is_wanted(self, position: int, entry: CachedEntry) -> bool:
         seq = int.from_bytes(entry.image[:8], "little")
-        generation = self.connection.arena.generation  # the worker may have come back with another arena
+        generation = self.connection.arena.generation
         return (generation, entry.slot, seq, entry.length, entry.crc) == self._versions[position]
 
     def _sort_all(self, positions: Sequence[int]) -> None:
-        for position in positions:  # a cached entry may be older or newer than the version
-            entry = self.locations.get(self.digests[position])
+        generation, mine = self.connection.arena.generation, []
+        for position in positions:
+            if self._versions[position][0] != generation:  # nothing of it is here, and what is cached is for others
+                self.left.append(position)
+                continue
+            mine.append(position)
+            entry = self.locations.get(self.digests[position])  # it may be older or newer than the version
             if entry is not None and not self._is_wanted(position, entry):
                 self.locations.drop(self.digests[position])
-        super()._sort_all(positions)
+        super()._sort_all(mine)
 
     def _sort(self, position: int, entry: CachedEntry) -> None:
         if self._is_wanted(position, entry):

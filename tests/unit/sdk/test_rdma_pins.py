@@ -15,6 +15,7 @@ from simm.client import Client
 from simm.constants import NO_SLOT, VALUE_BYTES_MAX, WAYS
 from simm.host.buffers import Span
 from simm.rdma.remote_arena import CachedEntry
+from simm.sdk.ops import remote_pins
 from simm.sdk.ops.rdma_ranges import VersionReading
 from simm.sdk.path import PathState
 from simm.server.stream_get import Leases
@@ -233,12 +234,15 @@ def test_issue_a_path_that_was_made_anew_reads_what_was_pinned_before(monkeypatc
             assert read(pins) == 1 and client.counters["rdma_gets"] == gets + 1
 
 
+@pytest.mark.parametrize("sees", [True, False], ids=["", "and RDMA connects anew within the call"])
 @pytest.mark.parametrize("late", ["stream", "endpoint"])
-def test_issue_another_arena_has_another_version(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+def test_issue_another_arena_has_another_version(monkeypatch: pytest.MonkeyPatch, late: str, sees: bool) -> None:
     """The worker has come back with a new one, and one of both is still at the old one.
 
     The slots of the new one count from the start, so the key has the slot and the seq that it had before.
     """
+    if not sees:  # the arena was still that of the pins when the call chose the path
+        monkeypatch.setattr(remote_pins.RemotePins, "_is_of", lambda *_: True)
     with FakeRdmaCluster(monkeypatch) as cluster:
         node, writer = cluster.node, filled(cluster, "shm")
         client = cluster.rdma()
