@@ -279,8 +279,9 @@ def make_channel(library: Library, context: Any, stack: Stack) -> tuple[Any, int
     with _channel_lock:
         for _ in range(_CHANNEL_TRIES):
             try:
-                before = set() if hasattr(library.CompChannel, "fd") else _descriptors()
-                lowest = _lowest_free()
+                before, lowest = set[str](), -1
+                if not hasattr(library.CompChannel, "fd"):
+                    before, lowest = _descriptors(), _lowest_free()
                 made = stack.make("a completion channel", lambda: library.CompChannel(context))
                 fd = getattr(made, "fd", None)
                 if isinstance(fd, int):
