@@ -64,8 +64,7 @@ def work(client: Client) -> None:
     assert client.delete("c") and not client.delete("c")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize("path", [pytest.param("shm", marks=pytest.mark.quick), "tcp"])
 def test_a_page_shows_what_a_client_did(cluster: Cluster, value: Value, path: str) -> None:
     name = next(names)
     with Client(cluster.manager, namespace=name, path=path) as client:
@@ -134,7 +133,6 @@ def test_a_page_tells_evicted_keys_from_those_that_were_never_there(cluster: Clu
         assert more <= RESTS_MAX + 1, "but for what the sample had given too many"
 
 
-@pytest.mark.quick
 def test_a_client_that_claims_nonsense_spoils_nothing_but_its_own(cluster: Cluster, value: Value) -> None:
     mine, theirs = next(names), next(names)
     disbelieved = value("simm_sessions_disbelieved_total")

@@ -121,7 +121,6 @@ class Line:
         return int(self.ask("STATS").split()[0])
 
 
-@pytest.mark.quick
 def test_small_values_are_read_in_the_event_loop(cluster: Cluster) -> None:
     sizes = {"small": 4096, "edge": 64 << 10, "large": (64 << 10) + 1, "huge": 3 << 20}
     values = {key: key[:1].encode() * size for key, size in sizes.items()}

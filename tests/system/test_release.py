@@ -229,7 +229,6 @@ def test_a_client_that_ends_leaves_nothing(cluster: Cluster, path: str, end: str
         assert engine.call("collectable") == []
 
 
-@pytest.mark.quick
 def test_nothing_waits_for_the_collector(cluster: Cluster, engine: Engine) -> None:
     """Not even small objects: a cycle holds whatever one of its objects comes to refer to."""
     engine.call("everything")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from simm.client import Client
@@ -44,7 +43,6 @@ def test_metrics_name_the_silent_worker() -> None:
     assert 'simm_worker_silent_seconds{server="a",worker="0",numa="1"} 7.5' in text
 
 
-@pytest.mark.quick
 def test_a_stopped_worker_is_seen_and_a_woken_one_too(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = make_cluster(memory="64M")
     server = ServerProcess(

@@ -83,7 +83,6 @@ def test_an_admin_lets_all_clients_of_the_cluster_trace(cluster: Any, namespace:
     assert "put shm" in table and "get shm" in table
 
 
-@pytest.mark.quick
 def test_a_trace_of_the_cluster_goes_on_under_the_next_manager(tmp_path: Path) -> None:
     """It is killed. Clients that come later trace, too, and an admin ends it."""
     address = f"127.0.0.1:{reserve_port()}"

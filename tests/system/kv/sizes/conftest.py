@@ -8,6 +8,7 @@ import pytest
 
 from simm.ipc import session as session_module
 from simm.kv import Store
+from tests.support.dose import dose
 from tests.support.kv_sizes import PATHS, forget_clients, store_by
 
 
@@ -20,7 +21,7 @@ def fresh(fresh: None) -> Iterator[None]:
     session_module.RETIRED.clear()
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=dose(PATHS, quick=2))
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.quick
 # --- the other ways in and out ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize("path", ["tcp", pytest.param("shm", marks=pytest.mark.full)])
 def test_the_async_forms(
     path: str, request: pytest.FixtureRequest, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +169,7 @@ def test_a_drop_that_fails_is_a_miss_all_the_same(store: Store, monkeypatch: pyt
     assert memory.data() == bytes([CANARY]) * KIB
 
 
+@pytest.mark.full
 def test_with_a_worker_that_is_stopped(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are read and refused without the worker; the drop costs a deadline, and no caller sees its code."""
     cluster = make_cluster(memory="64M")
