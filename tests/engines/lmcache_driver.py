@@ -118,7 +118,9 @@ class Remote:
         mooncake = case.seat.startswith("mooncakestore")
         if mooncake:
             extra = {"local_hostname": "localhost", "master_server_address": manager, "metadata_server": "none",
-                     "save_chunk_meta": case.seat.endswith("+meta")}  # fmt: skip
+                     "save_chunk_meta": case.seat.endswith("+meta"),
+                     # Of a put, 1 s if nothing is said. LMCache drops what takes longer, as on a busy machine.
+                     "transfer_timeout": case.deadline_ms / 1000}  # fmt: skip
             url = f"mooncakestore://{manager}/"
         plugins = [] if mooncake else ["simm"]
         self.config = LMCacheEngineConfig.from_defaults(
