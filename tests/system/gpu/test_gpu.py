@@ -431,8 +431,8 @@ def test_a_failing_gpu_is_an_outage(fake: FakeCuda, cluster: Any, path: str, nam
         for name, wrong in (("cuMemcpyHtoDAsync_v2", 1), ("cuCtxSetCurrent", 700)):
             outages = client.counters["outages"]
             # By TCP new staging memory is registered first, as the failure before has dropped the old one: the context
-            # is set for that, and set back.
-            failures = [wrong] * (3 if (path, name) == ("tcp", "cuCtxSetCurrent") else 1)
+            # is set for that, and set back, which is tried twice.
+            failures = [wrong] * (4 if (path, name) == ("tcp", "cuCtxSetCurrent") else 1)
             fake.fail_next(name, list(failures))
             assert client.get_into_many(keys, spans) == [None] * count
             assert client.counters["outages"] - outages == count
