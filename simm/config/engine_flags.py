@@ -57,7 +57,8 @@ def _yes_no(text: str) -> bool:
 
 def _log_file(text: str) -> Path | None:
     """Parse a path; None stands for none given."""
-    return parsers.path_of(text) if (text := text.strip()) else None
+    path: Path | None = parsers.optional(parsers.path_of)(text.strip())
+    return path
 
 
 class Flag(NamedTuple):

@@ -63,7 +63,7 @@ class ClusterStatus:
             del described["namespace_epochs"]
             self._text = fitting(described, FRAME_BYTES_MAX - OWN_BYTES_MAX)[1:-1]
             self._of, self._at = as_it_is, now
-        epochs = dict(visible(cluster, gate))
+        epochs = dict(visible(cluster.namespaces.table(), gate))
         mine = _encode({"manager": own, "namespace_epochs": epochs}).encode()
         return StatsReply(b"".join((mine[:-1], b",", self._text, b"}")))
 

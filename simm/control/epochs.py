@@ -104,7 +104,7 @@ class Advances:
         if self._frames_of != (now := (epochs.epoch, self._granted_ms())):
             self._frames_of = now
             self._frames.clear()
-        shown = tuple(_visible(epochs.namespaces, state.gate)) if state.gate.bound else None
+        shown = tuple(visible(epochs.namespaces, state.gate)) if state.gate.bound else None
         if shown == ():
             return
         if shown not in self._frames:
@@ -259,10 +259,6 @@ class Advances:
         self._behind, self._frames_of = "", (-1, 0)
 
 
-def visible(cluster: Cluster, gate: Gate) -> list[NamespaceEpoch]:
+def visible(table: Iterable[NamespaceEpoch], gate: Gate) -> list[NamespaceEpoch]:
     """Return the epochs of the namespaces that the peer of this gate may use. O(namespaces)."""
-    return _visible(cluster.namespaces.table(), gate)
-
-
-def _visible(table: Iterable[NamespaceEpoch], gate: Gate) -> list[NamespaceEpoch]:
     return [each for each in table if gate.admits(each.name)]

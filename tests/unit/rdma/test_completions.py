@@ -5,6 +5,7 @@ Every failure is a FabricError, which ends the connection and no more: an error 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -235,6 +236,18 @@ class Events(Closing):
         os.close(self._file)
 
 
+@contextlib.contextmanager
+def channel_by(rail: ScriptedRail, making: Callable[[Any], Events]) -> Iterator[tuple[Any, int]]:
+    """Make a channel of a library that makes its own so, and close it again."""
+    library: Any = rail.library
+    library.CompChannel = making
+    stack = work_requests.Stack(library)
+    try:
+        yield work_requests.make_channel(library, None, stack)
+    finally:
+        stack.close()
+
+
 def test_issue_only_descriptors_that_have_appeared_are_looked_at(
     rail: ScriptedRail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,16 +270,12 @@ def test_issue_only_descriptors_that_have_appeared_are_looked_at(
         made.append(Events(rail))
         return made[-1]
 
-    library: Any = rail.library
-    library.CompChannel = making
-    stack = work_requests.Stack(library)
     try:
-        channel, fd = work_requests.make_channel(library, None, stack)
-        assert channel is made[1] and fd == made[1]._file and not os.get_blocking(fd)
-        assert len(made) == 2 and rail.closed == ["Events"], "two had appeared: it was made again"
-        assert len(looked) < 20, "others may open and close some meanwhile"
+        with channel_by(rail, making) as (channel, fd):
+            assert channel is made[1] and fd == made[1]._file and not os.get_blocking(fd)
+            assert len(made) == 2 and rail.closed == ["Events"], "two had appeared: it was made again"
+            assert len(looked) < 20, "others may open and close some meanwhile"
     finally:
-        stack.close()
         for each in opened:
             os.close(each)
 
@@ -292,14 +301,10 @@ def test_issue_a_channel_with_a_number_that_was_taken_is_no_other_librarys(
         return made[-1]
 
     monkeypatch.setattr(work_requests, "_descriptors", names)
-    library: Any = rail.library
-    library.CompChannel = making
-    stack = work_requests.Stack(library)
     try:
-        channel, fd = work_requests.make_channel(library, None, stack)
-        assert channel is made[1] and fd == made[1]._file and not os.get_blocking(fd)
-        assert os.get_blocking(theirs[0]) and rail.closed == ["Events"]
+        with channel_by(rail, making) as (channel, fd):
+            assert channel is made[1] and fd == made[1]._file and not os.get_blocking(fd)
+            assert os.get_blocking(theirs[0]) and rail.closed == ["Events"]
     finally:
-        stack.close()
         for each in opened + theirs:
             os.close(each)
