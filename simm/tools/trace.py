@@ -124,7 +124,7 @@ def _start(folder: Path, arguments: argparse.Namespace, slow_ms: int) -> int:
 
 
 def _collect(folder: Path, arguments: argparse.Namespace) -> int:
-    events, bad, refused, left_out = spool.collect_newest(folder)
+    events, bad, refused, left_out = spool.collect(folder)
     if not events:
         raise SimmError(f"{folder} has no spans: `simm trace start` first, and let clients work")
     for count, what in (

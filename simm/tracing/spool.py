@@ -427,15 +427,7 @@ class Collected(NamedTuple):
     left_out: int
 
 
-def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> tuple[list[Event], int, int]:
-    """Return the spans of all files, how many lines are none, and how many files are of other users or unreadable.
-
-    Raises ConfigError if the folder is another user's. See :func:`collect_newest`.
-    """
-    return collect_newest(folder, only=only)[:3]
-
-
-def collect_newest(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> Collected:
+def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> Collected:
     """Return the newest spans of all files, ``EVENTS_MAX`` at most, in no order.
 
     Memory: those, and the spans of a file. Raises ConfigError if the folder is another user's.

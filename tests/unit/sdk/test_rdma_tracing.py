@@ -36,7 +36,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRdmaCluster]:
 def recorded(client: Client) -> list[Any]:
     folder = Path(client._options.trace_dir)
     client.trace(None)
-    events, bad, refused = spool.collect(folder)
+    events, bad, refused, _ = spool.collect(folder)
     assert (bad, refused) == (0, 0) and not [event for event in events if fault_of(event)]
     return events
 

@@ -64,7 +64,7 @@ def spans(client: Client) -> list[Event]:
     """End tracing, and return what was recorded, checked."""
     folder = Path(client._options.trace_dir)
     client.trace(None)
-    events, bad, refused = spool.collect(folder)
+    events, bad, refused, _ = spool.collect(folder)
     assert (bad, refused) == (0, 0) and [fault_of(event) for event in events if fault_of(event)] == []
     return events
 
@@ -354,7 +354,7 @@ def test_by_options(cluster: FakeCluster, tmp_path: Path) -> None:
         other = pickle.loads(pickle.dumps(client))
         assert other._options == client._options
         other.close()
-    events, _, _ = spool.collect(tmp_path / "t")
+    events, *_ = spool.collect(tmp_path / "t")
     assert "copy" in names(events, "put"), "close() writes what is left"
 
 
@@ -379,7 +379,7 @@ def test_a_forked_child_records_its_own(tmp_path: Path) -> None:
             finally:
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-    events, bad, _ = spool.collect(tmp_path / "t")
+    events, bad, *_ = spool.collect(tmp_path / "t")
     assert not bad and sorted((event["pid"], event["name"]) for event in events if event["args"].get("op")) == sorted([
         (os.getpid(), "put"), (child, "get"),
     ])  # fmt: skip

@@ -52,7 +52,7 @@ def test_what_a_process_records_is_collected(folder: Path) -> None:
     mine.leave("one")
     mine.recorder.add(operation("put"))
     mine.leave("two")  # the last one writes what is left
-    events, bad, refused = spool.collect(folder)
+    events, bad, refused, _ = spool.collect(folder)
     assert [event["name"] for event in events] == ["get", "copy", "put", "copy"] and (bad, refused) == (0, 0)
     assert folder.stat().st_mode & 0o777 == 0o700 and mine.path.stat().st_mode & 0o777 == 0o600
 
@@ -66,7 +66,7 @@ def test_files_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         mine.write()
     sizes = [path.stat().st_size for path in spool.files_in(folder)]
     assert len(sizes) == 2 and max(sizes) <= 4096 and min(sizes) > 0
-    assert spool.collect(folder)[1:] == (0, 0)
+    assert spool.collect(folder)[1:] == (0, 0, 0)
 
 
 def test_issue_what_no_file_can_hold_is_not_encoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_issue_the_newest_spans_are_collected(folder: Path, monkeypatch: pytest.
         mine.write()
         mine._begin()
     monkeypatch.setattr(spool, "EVENTS_MAX", 4)
-    events, bad, refused, left_out = spool.collect_newest(folder)
+    events, bad, refused, left_out = spool.collect(folder)
     assert (bad, refused, left_out) == (0, 0, 5)
     assert sorted(event["ts"] for event in events) == [5.0, 6.0, 7.0, 8.0]
 
@@ -332,7 +332,7 @@ def test_garbage_and_links_in_the_folder_are_left_out(folder: Path, tmp_path: Pa
     (folder / f"1-{START}.spans").symlink_to(secret)
     (folder / f"2-{START}.spans").write_bytes(b"\x00" * 20_000 + b"\nnull\n")
     os.mkfifo(folder / f"3-{START}.spans")
-    events, bad, refused = spool.collect(folder)
+    events, bad, refused, _ = spool.collect(folder)
     assert events == [] and bad == 2 and refused == 2
 
 
