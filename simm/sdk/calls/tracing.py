@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...config.client_options import ClientOptions
 from ...constants import TRACE_CONTROL
-from ...host.threads import lives
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +89,8 @@ def follow_operator(client: TraceCalls) -> Callable[[], None]:
     It does not keep the client. A thread looks, as the folder's disk may hang: nobody waits for it, and there is no
     second one meanwhile.
     """
+    from ...host.threads import lives  # which the import of simm.client does without
+
     mine = weakref.ref(client)
     look_at = 0.0
     looking = threading.Thread()
