@@ -28,6 +28,7 @@ import re
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -244,8 +245,9 @@ class Spool:
         fork.in_child(self._after_fork)
 
     def _begin(self) -> None:
-        #: Whoever wants what is recorded to be written. Twice is once, so an interrupted call can be made again.
-        self._users: set[object] = set()
+        #: Whoever wants what is recorded to be written. Twice is once, so an interrupted call can be made again. Weak,
+        #: as a client may be dropped that nobody has closed.
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._wake = Wake()
         self._thread: threading.Thread | None = None
         self._name = f"{os.getpid()}-{time.time_ns():016x}"
@@ -267,6 +269,10 @@ class Spool:
         except BaseException:  # of a signal's handler
             self.leave(user)
             raise
+
+    def forget(self, user: object) -> None:
+        """Take a user for none, in a forked child: without the lock, and nothing is written."""
+        self._users.discard(user)
 
     def has(self, user: object) -> bool:
         """Return whether it writes for this user."""
@@ -305,9 +311,18 @@ class Spool:
             self.write()
 
     def _run(self, over: Wake) -> None:
-        while not over.wait(WRITE_S):
+        while not over.wait(WRITE_S) and self._needs(over):
             self.write()
         self.write()  # here, as a disk that hangs must not delay who leaves
+
+    def _needs(self, over: Wake) -> bool:
+        """Return whether the thread that ``over`` ends is still needed: a call of leave() may have been cut short."""
+        with self._lock:
+            if self._users and self._wake is over:
+                return True
+            if self._wake is over:
+                self._thread = None
+            return False
 
     def write(self) -> None:
         """Append what the recorder has. Never raises: what cannot be written is lost, and logged once."""
@@ -428,15 +443,17 @@ class Collected(NamedTuple):
 
 
 def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> Collected:
-    """Return the newest spans of all files, ``EVENTS_MAX`` at most, in no order.
+    """Return the spans of all files, the oldest file first: ``EVENTS_MAX`` at most, of the files written last.
 
-    Memory: those, and the spans of a file. Raises ConfigError if the folder is another user's.
+    The times of spans order those of one file alone, as their clock starts again with the host. Memory: what is
+    returned, and the spans of a file. Raises ConfigError if the folder is another user's.
     """
     check_folder(folder)
-    events: list[Event] = []
+    parts: list[list[Event]] = []
     files, refused = _found_in(folder)
     bad = left_out = 0
-    for path in files:
+    room = EVENTS_MAX
+    for path in reversed(files):
         if not only(path):
             continue
         try:
@@ -449,13 +466,14 @@ def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> C
                 refused += 1
                 continue
             found, wrong = read_lines(_lines(file))
-        events += found
         bad += wrong
-        if (over := len(events) - EVENTS_MAX) > 0:
-            events.sort(key=lambda event: event["ts"])
-            del events[:over]
+        if (over := len(found) - room) > 0:
+            found.sort(key=lambda event: event["ts"])
+            del found[:over]
             left_out += over
-    return Collected(events, bad, refused, left_out)
+        room -= len(found)
+        parts.append(found)
+    return Collected([event for part in reversed(parts) for event in part], bad, refused, left_out)
 
 
 def _lines(file: Any) -> Iterator[bytes]:

@@ -145,7 +145,8 @@ class Tracing:
     @property
     def folder(self) -> Path | None:
         """Where it records; None while it does not."""
-        return None if self._spool is None else self._spool.folder
+        spool = self._spool  # once, as another thread may end it
+        return None if spool is None else spool.folder
 
     def begin(self) -> None:
         """Trace as the client's options say. Never raises: a line says what is wrong, and :meth:`look` tries again."""
@@ -164,14 +165,17 @@ class Tracing:
             before, self._options = self._options, options
             try:
                 self._settle()
-            except BaseException as exc:
+                self._again_at = None
+            except Exception as exc:
                 if self._options is options:
                     self._options = before
                     raise
-                if not isinstance(exc, Exception):
-                    self._again_at = 0.0
-                    raise
                 self._failed(exc)
+            except BaseException:  # of a signal's handler: half of it may be done, which the next look puts right
+                self._again_at = 0.0
+                if self._options is options:
+                    self._options = before
+                raise
             finally:
                 self._end_if_over()
 
@@ -310,5 +314,7 @@ class Tracing:
     def after_fork(self) -> None:
         """Go on in a forked child, with a lock of its own."""
         if self._settling:  # another thread was at it: the next look does it from the start
+            if self._spool is not None:
+                self._spool.forget(self)
             self._spool, self._asked, self._again_at = None, None, 0.0
         self._lock, self._settling = threading.RLock(), False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from simm.testing import FakeClient
 from simm.tracing import slow, spool
 from simm.tracing.context import context
 from tests.support.interrupts import everywhere
+from tests.support.waiting import wait_until
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -107,17 +109,51 @@ def test_issue_an_interrupted_beginning_leaves_no_user(client: FakeClient, folde
     assert everywhere(lambda: client.trace(1.0), check, modules) > 20
 
 
-def test_issue_an_interrupted_end_is_made_again(client: FakeClient, folder: Path) -> None:
+def test_issue_an_interrupted_end_is_made_again(
+    client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The spool was forgotten before it was told, and nobody told it any more."""
 
     def check() -> None:
         client.trace(None)
-        assert not switch.traces(client) and users(folder) == 0 and spool.spool_in(folder)._thread is None
+        assert not switch.traces(client) and users(folder) == 0
+        wait_until(lambda: not any(each.name == "simm-trace" for each in threading.enumerate()), "nobody writes")
         client.trace(1.0)
 
+    monkeypatch.setattr(spool, "WRITE_S", 0.05)
     client.trace(1.0)
     modules = ("simm.sdk.calls.tracing", "simm.tracing.spool", "simm.sdk.tracing.switch")
     assert everywhere(lambda: client.trace(None), check, modules) > 10
+
+
+@pytest.mark.parametrize("before", [None, 1.0])
+def test_issue_the_next_look_puts_right_what_an_interrupted_call_left(
+    client: FakeClient, folder: Path, before: float | None
+) -> None:
+    """Ctrl-C left a client that traced though tracing was off, or recorded nothing though it was on, for good."""
+    other = None if before else 1.0
+
+    def check() -> None:
+        calls._tracing_of(client).look()
+        wanted = calls._tracing_of(client)._options.trace != "off"
+        assert switch.traces(client) == wanted and users(folder) == wanted
+        client.trace(before)
+
+    client.trace(before)
+    modules = ("simm.sdk.calls.tracing", "simm.tracing.spool", "simm.sdk.tracing.switch")
+    assert everywhere(lambda: client.trace(other), check, modules) > 10
+
+
+def test_issue_a_failure_that_is_over_keeps_nobody_from_looking(
+    client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed once kept a client from hearing an operator for ten seconds, though it traced meanwhile."""
+    tracing = calls._tracing_of(client)
+    tracing._failed(OSError("as once"))
+    client.trace(0.5)
+    spool.ask(folder, "1", 0, 3600.0)
+    tracing.look()
+    assert client._decision.ratio == 1.0
 
 
 def test_issue_a_wish_outlives_the_call_that_it_came_in(
@@ -237,3 +273,24 @@ def test_issue_a_slow_call_names_no_trace_that_is_nowhere(
         assert client.put("k", b"1")
     alone, recorded = caplog.messages
     assert "trace" not in alone and PARENT.split("-")[1] in recorded
+
+
+def test_issue_a_child_that_is_forked_while_tracing_ends_writes_no_more(
+    client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client counted as a user of the spool, which it had forgotten, so the thread that writes never ended there."""
+    tracing = calls._tracing_of(client)
+    seen: list[int] = []
+
+    def fork() -> None:
+        tracing.after_fork()
+        seen.append(users(folder))
+        raise KeyboardInterrupt  # nothing of what the parent's thread does next is done in the child
+
+    client.trace(1.0)
+    interrupted(monkeypatch, spool.Spool, "leave", fork, after=False)
+    with pytest.raises(KeyboardInterrupt):
+        client.trace(None)
+    assert seen == [0]
+    tracing.look()
+    client.trace(None)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ from tests.support.waiting import wait_until
 START = f"{1_700_000_000 * 10**9:016x}"
 
 
+class User:
+    """Whoever wants what is recorded to be written."""
+
+
+ONE, TWO = User(), User()
+
+
 def operation(name: str = "get") -> Operation:
     one = Operation(name, os.urandom(16), b"", kept=True)
     one.segment("copy", one.began, one.began + 5)
@@ -45,13 +53,13 @@ def folder(tmp_path: Path) -> Path:
 def test_what_a_process_records_is_collected(folder: Path) -> None:
     mine = spool.spool_in(folder)
     assert spool.spool_in(folder) is mine
-    mine.join("one")
-    mine.join("two")
+    mine.join(ONE)
+    mine.join(TWO)
     mine.recorder.add(operation())
     wait_until(lambda: len(spool.collect(folder)[0]) == 2, "the thread has written the spans")
-    mine.leave("one")
+    mine.leave(ONE)
     mine.recorder.add(operation("put"))
-    mine.leave("two")  # the last one writes what is left
+    mine.leave(TWO)  # the last one writes what is left
     events, bad, refused, _ = spool.collect(folder)
     assert [event["name"] for event in events] == ["get", "copy", "put", "copy"] and (bad, refused) == (0, 0)
     assert folder.stat().st_mode & 0o777 == 0o700 and mine.path.stat().st_mode & 0o777 == 0o600
@@ -93,18 +101,34 @@ def test_issue_what_no_file_can_hold_is_not_encoded(folder: Path, monkeypatch: p
 def test_issue_the_newest_spans_are_collected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All were, which took thirteen times the size of the files."""
     mine = spool.spool_in(folder)
-    every = [operation() for _ in range(9)]
-    for at, one in enumerate(every):
-        one.began, one.ended, one.segments[:] = at * 1000, at * 1000 + 5, ()
-    for part in (every[1::2], every[::2]):  # two processes at a time
-        for one in part:
+    for written, times in ((1, (0, 1, 2)), (2, (4, 6, 3)), (3, (5, 8, 7))):
+        for at in times:
+            one = operation()
+            one.began, one.ended, one.segments[:] = at * 1000, at * 1000 + 5, ()
             mine.recorder.add(one)
         mine.write()
+        os.utime(mine.path, (written, written))
         mine._begin()
     monkeypatch.setattr(spool, "EVENTS_MAX", 4)
     events, bad, refused, left_out = spool.collect(folder)
     assert (bad, refused, left_out) == (0, 0, 5)
     assert sorted(event["ts"] for event in events) == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_issue_spans_before_a_reboot_do_not_count_as_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of spans starts again with the host: those of a long uptime before took the place of all new ones."""
+    mine = spool.spool_in(folder)
+    for began, written in ((10**12, 1), (1000, 2)):
+        for at in range(4):
+            one = operation(f"written {written}")
+            one.began, one.ended, one.segments[:] = began + at * 1000, began + at * 1000 + 5, ()
+            mine.recorder.add(one)
+        mine.write()
+        os.utime(mine.path, (written, written))
+        mine._begin()
+    monkeypatch.setattr(spool, "EVENTS_MAX", 4)
+    events, _, _, left_out = spool.collect(folder)
+    assert {event["name"] for event in events} == {"written 2"} and (len(events), left_out) == (4, 4)
 
 
 def test_issue_who_cannot_join_is_no_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +137,7 @@ def test_issue_who_cannot_join_is_no_user(folder: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", no_descriptor)
         with pytest.raises(ConfigError, match="Too many open files"):
-            mine.join("one")
+            mine.join(ONE)
     assert not mine._users and mine._thread is None
 
 
@@ -124,15 +148,15 @@ def no_descriptor(*_: object) -> Any:
 def test_issue_a_client_that_ends_within_the_lock_of_its_spool_ends(folder: Path) -> None:
     """A finalizer, or a signal's handler, that ended one there waited for ever."""
     mine = spool.spool_in(folder)
-    mine.join("one")
-    mine.join("two")
+    mine.join(ONE)
+    mine.join(TWO)
 
     def within() -> None:
         with mine._lock:
-            mine.leave("one")
+            mine.leave(ONE)
 
     assert ended(within), "it hangs"
-    mine.leave("two")
+    mine.leave(TWO)
     assert not mine._users
 
 
@@ -153,14 +177,14 @@ def test_forked_children_are_bounded_as_other_processes(folder: Path, monkeypatc
     """A program that forks a child for each request, with a client that traces."""
     monkeypatch.setattr(spool, "PROCESSES_MAX", 3)
     mine = spool.spool_in(folder)
-    mine.join("one")
+    mine.join(ONE)
     for _ in range(20):
         mine._after_fork()
         mine.recorder.add(operation())
         mine.write()
     assert len(spool.files_in(folder)) == 2 * 3 - 1
     assert mine.path in spool.files_in(folder)
-    mine.leave("one")
+    mine.leave(ONE)
 
 
 def test_a_disk_that_refuses_costs_the_spans_and_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -513,11 +537,12 @@ def test_who_leaves_does_not_write_to_a_disk_that_hangs(
     mine = spool.spool_in(folder)
     monkeypatch.setattr(spool.Spool, "_append", hanging)
     monkeypatch.setattr(spool, "WRITE_S", 3600.0)  # nothing is written before the end
-    for user in range(users):
+    all_users = [User() for _ in range(users)]
+    for user in all_users:
         mine.join(user)
     monkeypatch.setattr(spool, "WRITE_S", 0.01)
     mine.recorder.add(operation())
-    leaving = threading.Thread(target=mine.leave, args=(0,))
+    leaving = threading.Thread(target=mine.leave, args=(all_users[0],))
     leaving.start()
     try:
         assert hangs.wait(60)
@@ -526,26 +551,60 @@ def test_who_leaves_does_not_write_to_a_disk_that_hangs(
         goes_on.set()
         leaving.join()
     wait_until(lambda: len(spool.collect(folder)[0]) == 2, "once the disk goes on, it is written")
-    for user in range(1, users):
+    for user in all_users[1:]:
         mine.leave(user)
 
 
-def test_issue_an_interrupted_end_leaves_no_thread_that_hangs(folder: Path) -> None:
-    """It left a lock taken, for which the thread that writes waited for ever."""
+def test_issue_an_interrupted_end_leaves_no_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left a lock taken, for which the thread that writes waited for ever; or the thread was told nothing."""
+    monkeypatch.setattr(spool, "WRITE_S", 0.05)
     mine = spool.spool_in(folder)
-    running: list[tuple[Any, Any]] = []
+    running: list[Any] = []
 
     def begin() -> None:
-        mine._users, mine._thread = set(), None
-        mine.join("one")
-        running.append((mine._wake, mine._thread))
+        mine._users, mine._thread = weakref.WeakSet(), None
+        mine.join(ONE)
+        running.append(mine._thread)
 
     def check() -> None:
-        wake, thread = running.pop()
-        assert ended(wake.set), "it hangs"
+        mine.leave(ONE)  # made again
+        thread = running.pop()
         wait_until(lambda: not any(each is thread for each in threading.enumerate()), "the thread has ended")
         begin()
 
     begin()
-    assert everywhere(lambda: mine.leave("one"), check, ("simm.tracing.spool", "simm.host.threads", "threading")) > 5
-    mine.leave("one")
+    assert everywhere(lambda: mine.leave(ONE), check, ("simm.tracing.spool", "simm.host.threads", "threading")) > 5
+    mine.leave(ONE)
+
+
+def test_issue_a_thread_that_was_not_told_to_end_ends_beside_its_successor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between forgetting and waking it left one thread more each time, for as long as the process ran."""
+    monkeypatch.setattr(spool, "WRITE_S", 0.05)
+    mine = spool.spool_in(folder)
+    mine.join(ONE)
+    former, mine._thread = mine._thread, None  # as leave() does first
+    mine.join(TWO)
+    try:
+        wait_until(lambda: former is not None and not former.is_alive(), "the former has ended")
+        assert mine._thread is not None and mine._thread.is_alive()
+    finally:
+        mine.leave(ONE)
+        mine.leave(TWO)
+
+
+def test_issue_a_user_that_is_dropped_ends_what_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that nobody closed was kept in part, and the thread with it, for as long as the process ran."""
+    monkeypatch.setattr(spool, "WRITE_S", 0.05)
+    mine, user = spool.spool_in(folder), User()
+    mine.join(user)
+    mine.recorder.add(operation())
+    thread, gone = mine._thread, weakref.ref(user)
+    del user
+    assert gone() is None and thread is not None
+    wait_until(lambda: not thread.is_alive(), "the thread has ended")
+    assert len(spool.collect(folder)[0]) == 2 and mine._thread is None
+    mine.join(ONE)
+    assert mine._thread is not None
+    mine.leave(ONE)
