@@ -315,8 +315,7 @@ class InFlightCopies:
     def wait(self) -> None:
         """Wait until every copy that has begun is done, deferring interruptions, and forget those that have not.
 
-        Raises UnfinishedCopy. Twice is harmless: the second call raises it again. Raises CudaError if all are done but
-        the thread's context cannot be set again.
+        Raises UnfinishedCopy. Twice is harmless: the second call raises it again.
         """
         interrupted: BaseException | None = None
         self._last = None
@@ -343,10 +342,7 @@ class InFlightCopies:
                     stream.close()
         if self._changed:
             self._current = -1
-            try:
-                self._driver.set_context(self._before)
-            except CudaError as exc:
-                interrupted = interrupted or exc
+            self._driver.restore(self._before)
             self._changed = False  # after the call: if an interruption comes first, the next wait makes it once more
         try:
             if self._unfinished is not None:

@@ -17,13 +17,17 @@ Constants are those of ``cuda.h``; each has its name there next to it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 from ..errors import DeviceError
 from ..host import fork
+
+log = logging.getLogger("simm.client")
 
 LIBRARY: Final = "libcuda.so.1"
 
@@ -250,6 +254,19 @@ class Driver:
         """Make a context this thread's current one in the place of that which is, or none with 0. Twice is harmless."""
         self._call("context_set", context)
 
+    def restore(self, context: int) -> None:
+        """Make ``context`` this thread's current one again, or none if it cannot be. Twice is harmless.
+
+        Raises no CudaError, as what was done in between is done. A context that cannot be set was destroyed: the thread
+        could not use it either.
+        """
+        try:
+            self.set_context(context)
+        except CudaError as exc:
+            log.warning("a thread's CUDA context cannot be set again, so it has none now: %s", exc)
+            with contextlib.suppress(CudaError):
+                self.set_context(0)
+
     def push(self, device: int) -> None:
         """Make the device's primary context this thread's current one, and :meth:`pop` it: for benchmarks and tests."""
         self._call("push", self.primary(device))
@@ -269,9 +286,9 @@ class Driver:
             work()
         finally:
             try:
-                self.set_context(before)
+                self.restore(before)
             except BaseException:
-                self.set_context(before)  # an interruption may have come before the call
+                self.restore(before)  # an interruption may have come before the call
                 raise
 
     def _retain(self, device: int) -> int:

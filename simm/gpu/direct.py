@@ -143,11 +143,9 @@ class DeviceRegistration(Registration):
             raise FabricError(str(exc)) from exc
         finally:
             try:
-                driver.set_context(before)
-            except CudaError:
-                pass
+                driver.restore(before)
             except BaseException:
-                driver.set_context(before)  # an interruption may have come before the call
+                driver.restore(before)  # an interruption may have come before the call
                 raise
         raise FabricError("; ".join(why))
 

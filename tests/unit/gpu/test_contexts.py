@@ -126,6 +126,31 @@ def test_issue_an_interrupted_call_leaves_the_context_as_it_was(
         assert everywhere(call, check, ("simm.", "contextlib")) > 10
 
 
+def test_issue_a_context_that_was_destroyed_fails_no_call(
+    fake: FakeCuda, spans: list[DeviceBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread keeps such a context as its current one. Copies had succeeded there and failed for it, and memory that
+    had been registered counted as if it had not been: it stayed pinned after its mapping had gone."""
+    fake.retained[1] += 1
+    fake._contexts().append(2)
+    fake.retained[1] -= 1  # another thread has destroyed it
+    memory, rail = DeviceRegistration(spans[0]), SimpleNamespace(name="contexts")
+    monkeypatch.setattr(direct, "_WAYS", (("any way", lambda *_: SimpleNamespace(close=lambda: None)),))
+    arena = Arena(PAGE)
+    part = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: copy.host_copy(spans[0]), lambda: after_work(spans[:1]), lambda: memory._made(rail),
+        part.register_some, part.close,
+    )  # fmt: skip
+    for call in calls:
+        fake._contexts()[:] = [2]
+        call()
+        assert not fake._contexts(), "none: SiMM's would send the engine's next launch to another GPU"
+        assert "cannot be set again" in caplog.text
+        caplog.clear()
+    assert part.failure is None and not part.holds_mapping and arena.data_address not in fake.ranges
+
+
 def test_a_thread_that_has_the_context_keeps_it(fake: FakeCuda, spans: list[DeviceBuffer]) -> None:
     """The driver is not asked to set what is set, as on an engine's threads."""
     fake.retained[0] += 1
