@@ -11,7 +11,7 @@ may be left. An epoch is that of the map which brought it. So if a map that is a
 of the same cluster, or with none, the manager has lost an advance that this client knows. The client does not go back:
 values of the older epoch may be left somewhere, which nobody may read. Nor does it have the namespace advance by
 itself. That drops all values for all clients, each client would do it, and the operator may be about to restore a
-better copy. It says what has happened and what to do.
+better copy. It says what has happened and what to do, and when it is over.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class ClientEpoch:
             self.lost = known
             log.warning(
                 "the manager has lost an advance of namespace %r, as with an old copy of its state: it knows %s, and "
-                "values have had epoch %d. Puts fail and gets miss until the namespace advances once more, see "
-                "Client.advance()",
+                "values have had epoch %d. Puts fail and gets miss until the namespace advances once more. A data server "
+                "that knows the epoch has that done within seconds; a line says so here. Else call Client.advance()",
                 self.namespace, f"epoch {named}" if named else "no epoch", known,
             )  # fmt: skip
 
@@ -128,8 +128,11 @@ class ClientEpoch:
                 return
             for reader in list(self._readers):
                 guard(reader)
+            back = 0 < self.lost == self.epoch
             self.epoch = epoch
             self._renew(EpochHasher(self.namespace, epoch))
+        if back:
+            log.warning("namespace %r has advanced to epoch %d, which the manager knows", self.namespace, epoch)
 
     def advance(self, namespace: str, timeout_s: float) -> int:
         """Do :meth:`simm.client.Client.advance`."""

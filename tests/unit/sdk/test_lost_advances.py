@@ -69,6 +69,7 @@ def test_issue_a_lost_advance_is_said_once(before: int, other: bool, caplog: pyt
     for _ in range(2):
         world.tell()
     assert caplog.text.count(SAID) == 1 and world.client.epoch == world.cluster.namespaces.newest > lost
+    assert caplog.text.count(f"has advanced to epoch {world.client.epoch}, which the manager knows") == 1
 
 
 def test_a_client_that_has_advanced_before_the_map_came_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
