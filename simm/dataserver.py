@@ -297,13 +297,13 @@ class DataServer:
         self.membership.warm = False
         self._allow(f"replacing the arena of worker {slot.number}", old.size)
         try:
+            vault = Vault()  # first: a segment that is no slot's is removed by nobody
             made = self.stock.replace(slot.number, old, self._faulted_in)
             if made is None:  # stopped meanwhile
                 return
-            slot.segment, slot.vault = made, Vault()
-            cpu_s = slot.worker.cpu_s
-            slot.worker = self.opener.worker_of(slot)
-            slot.worker.cpu_s = cpu_s  # of all its processes
+            slot.segment, slot.vault = made, vault
+            before, slot.worker = slot.worker, self.opener.worker_of(slot)
+            slot.worker.cpu_s = before.cpu_s  # of all its processes
         except (SimmError, *LACKING) as exc:
             self.give_up(f"worker {slot.number} cannot start cold: {str(exc) or type(exc).__name__}")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -172,6 +173,19 @@ def test_issue_a_cold_start_that_fails_ends_the_server(house: House, error: Exce
     house.server._start_cold(house.slot)
     (why,) = house.gave_up
     assert "worker 0 cannot start cold" in why and (str(error) or "MemoryError") in why
+
+
+def test_issue_a_cold_start_makes_no_arena_that_it_cannot_keep(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had been faulted in stayed in /dev/shm, as no slot had it when memory for its vault was refused."""
+    made: list[int] = []
+    house.server.stock = SimpleNamespace(replace=lambda *_: made.append(1))
+    monkeypatch.setattr("simm.dataserver.Vault", no_vault)
+    house.server._start_cold(house.slot)
+    assert len(house.gave_up) == 1 and not made
+
+
+def no_vault() -> None:
+    raise OSError(errno.ENOMEM, "as of mmap")
 
 
 def test_issue_a_cold_start_takes_no_processor_time_back(house: House) -> None:
