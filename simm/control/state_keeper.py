@@ -9,8 +9,8 @@ Rules, for which ``manager.py`` gives the reasons:
 
 A save in a file is made by a thread. An ``fsync`` takes milliseconds on an idle disk, and many seconds on one that is
 busy or about to fail; the manager's loop must not wait for it. One save is under way at any time, and what changes
-meanwhile is in the next one. All that waits shares the time of the oldest change. There may be no moment at which all is
-stored. So who sends keeps what there was to send when a snapshot was made, and may send that as soon as it has
+meanwhile is in the next one. All that waits shares the time of the oldest change. There may be no moment at which all
+is stored. So who sends keeps what there was to send when a snapshot was made, and may send that as soon as it has
 ``landed``. A save by a coordinator is made at once, as it is the decision of who leads too.
 """
 

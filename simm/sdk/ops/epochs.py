@@ -95,8 +95,9 @@ class ClientEpoch:
             self.lost = known
             log.warning(
                 "the manager has lost an advance of namespace %r, as with an old copy of its state: it knows %s, and "
-                "values have had epoch %d. Puts fail and gets miss until the namespace advances once more. A data server "
-                "that knows the epoch has that done within seconds; a line says so here. Else call Client.advance()",
+                "values have had epoch %d. Puts fail and gets miss until the namespace advances once more. A data "
+                "server that knows the epoch has that done within seconds; a line says so here. Else call "
+                "Client.advance()",
                 self.namespace, f"epoch {named}" if named else "no epoch", known,
             )  # fmt: skip
 

@@ -278,7 +278,7 @@ def test_issue_a_slow_call_names_no_trace_that_is_nowhere(
 def test_issue_a_child_that_is_forked_while_tracing_ends_writes_no_more(
     client: FakeClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client counted as a user of the spool, which it had forgotten, so the thread that writes never ended there."""
+    """Its client counted as a user of the spool, which it had forgotten, so the thread that writes never ended."""
     tracing = calls._tracing_of(client)
     seen: list[int] = []
 
