@@ -61,9 +61,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, repeat
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from ..errors import NotSentError, RemoteProtocolError
 from ..net.allowance import ALLOWANCE, allowed, at_most, spend
@@ -224,12 +224,16 @@ def pops_of(stock: list[G]) -> Iterator[G]:
     return map(stock.pop, repeat(-1))
 
 
+def _refuse(text: str) -> NoReturn:
+    raise RemoteProtocolError(text)
+
+
 class GrantPool(Generic[G]):
     """The unused grants of one holder. Any thread may call it; no method waits."""
 
     __slots__ = (
-        "_handled", "_large", "by_length", "bytes_max", "line", "no_wait_until", "recalled", "running", "stocks",
-        "unsent", "within",
+        "_handled", "_large", "by_length", "bytes_max", "fail", "line", "no_wait_until", "recalled", "running",
+        "stocks", "unsent", "within",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -239,8 +243,9 @@ class GrantPool(Generic[G]):
         self.by_length: dict[int, tuple[list[G], int, Iterator[G]]] = {}
         #: What all sessions of the grantor may hold together, bytes; 0 keeps no large grants.
         self.bytes_max = 0
-        #: Begin and end of the offsets that a grant may cover.
+        #: Begin and end of the offsets that a grant may cover, and what raises for another one: it ends the session.
         self.within = (0, 1 << 63)
+        self.fail: Callable[[str], NoReturn] = _refuse
         #: Ids of grants that were taken, and whose commit failed: they are to be returned. If that was sent after all,
         #: the grant is spent, and the grantor ignores its id, which no other grant ever has.
         self.unsent: list[int] = []
@@ -290,12 +295,12 @@ class GrantPool(Generic[G]):
         stock.append(grant)
 
     def add(self, grants: Sequence[G]) -> None:
-        """Add the grants of an answer. Raises RemoteProtocolError for one that leads out of ``within``."""
+        """Add the grants of an answer. Raises PeerError, by ``fail``, for one that leads out of ``within``."""
         stocks = self.stocks
         begin, end = self.within
         for grant in grants:
             if not begin <= grant[1] <= end - grant[2]:
-                raise RemoteProtocolError(f"a grant of {grant[2]} bytes at {grant[1]}, which is outside of the data")
+                self.fail(f"a grant of {grant[2]} bytes at {grant[1]}, which is outside of the data")
             stock = stocks.get(grant[2])
             if stock is None:
                 stock = stocks.setdefault(grant[2], [])

@@ -38,6 +38,7 @@ from ..rpc import HEADER_BYTES, Frame, encode
 from ..wire import messages as M
 from ..wire.hello import client_hello
 from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one, encode_pin_one
+from ..wire.trace_messages import Timed, answer_in
 from . import grant_pool, pins
 from .arena_files import passed_data
 from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Made, Ring, Withdrawals
@@ -115,7 +116,7 @@ class WorkerSession:
             with passed_data(self.channel, path) as data_fd:
                 self.reader = ArenaReader(welcome.segment, cluster=cluster, data_fd=data_fd, trusted=trusted)
             self.counts, self.reader.namespace = self.reader.counts, welcome.namespace_id
-            self.pool.within = (self.reader.data_offset, self.reader.data_end)
+            self.pool.within, self.pool.fail = (self.reader.data_offset, self.reader.data_end), self.channel.fail
             self.release_retired()
             if ring and (made := self._offer(Ring)) is not None:
                 self.ring, self.counts = made, made.counts
@@ -178,6 +179,7 @@ class WorkerSession:
             self.withdrawals.remove(frame.request_id)
         try:
             answer = self.channel.result(frame) if frame.opcode != M.OP_ERROR else None
+            answer = answer_in(answer) if isinstance(answer, Timed) else answer
             if isinstance(answer, M.Granted | M.Committed):
                 self.pool.add(answer.grants)
             elif isinstance(answer, M.Located):
@@ -446,27 +448,25 @@ class WorkerSession:
             if ring is None:
                 number = channel.next_id()
                 channel.send_raw(encode_commit_one(digest, grant, length, crc, flags, want, count, number))
-                frame = self._wait_socket(number)
-                if (answered := committed_one_of(frame)) is not None:
-                    status, granted = answered
-                    if granted is not None:
-                        self.pool.release(granted)
-                    return status
+                answered = committed_one_of(frame := self._wait_socket(number))
             else:
                 while ring.words[TAIL] - ring.done >= SLOTS:
                     self._collect(ring)
                 ticket = ring.post(encode_commit_one(digest, grant, length, crc, flags, want, count))
+                answered = None
                 if ticket == ring.done:  # nothing else is in flight
                     self._await(ring)
                     if (answered := ring.committed_one(ticket)) is not None:
                         ring.done = ticket + 1
-                        status, granted = answered
-                        if granted is not None:
-                            self.pool.release(granted)
-                        return status
-                while ticket >= ring.done:
-                    self._collect(ring)
-                frame = self.frames.pop(ticket)
+                if answered is None:
+                    while ticket >= ring.done:
+                        self._collect(ring)
+                    frame = self.frames.pop(ticket)
+            if answered is not None:
+                status, granted = answered
+                if granted is not None:
+                    self.pool.add((granted,))
+                return status
             answer = channel.result(frame)
             if not isinstance(answer, M.Committed) or len(answer.statuses) != 1:
                 channel.fail("the worker answered COMMIT with something else")
