@@ -25,7 +25,7 @@ from ...cluster.lookup import PLAIN_BELOW, Unresolved
 from ...constants import NO_OWNER
 from ...errors import DeviceError
 from ...ipc.arenas import Arenas, Columns
-from ...ipc.counts import EXISTS_MANY, FOUND, HIT_BYTES, NOT_FOUND, Word, observe
+from ...ipc.counts import EXISTS_MANY, FOUND, HIT_BYTES, NOT_FOUND, SAMPLE_BATCHES, Word, observe
 from ...ipc.steps import Steps, finish
 from ...ipc.tally import Tallies
 from ...net.allowance import ALLOWANCE
@@ -55,6 +55,7 @@ class Owners:
         self._routes = routes
         self.counters = counters
         self._tallies = tallies or Tallies()
+        self._finds = 0
 
     def read(self, batch: Batch, local: Local, remote: Remote, settle: Settle) -> None:
         """Read all keys of a batch, and fill in its results."""
@@ -162,9 +163,9 @@ class Owners:
         return [slots[end - count : end] for end, count in zip(ends, counts)]
 
     def find(self, batch: Batch, settle: Settle) -> bool:
-        """Find out which keys are stored, if their owners are several and their arenas are all mapped. O(keys).
+        """Find out which keys are stored, if their owners are several and their arenas are all mapped, and count them.
 
-        Return False with nothing done otherwise: :meth:`read` does it.
+        O(keys). Return False with nothing done otherwise: :meth:`read` does it.
         """
         router = self._routes.router
         if router is None or router.sole is not None:
@@ -182,7 +183,12 @@ class Owners:
         if len(readers) < len(targets):
             return False
         which = np.searchsorted(np.array(numbers, np.uint16), owners)
+        self._finds += 1
+        began = 0 if self._finds % SAMPLE_BATCHES else time.perf_counter_ns()
         hits, words = Arenas(readers, which).contain(keys)
+        if began:
+            observe(readers[0].counts, EXISTS_MANY, time.perf_counter_ns() - began)
+        _count_found(readers, which, hits, batch.digests)
         batch.results = hits.tolist()
         open_ = np.flatnonzero(~hits & (words - np.uint64(1) >= np.uint64(PLAIN_BELOW - 1)))
         if open_.size:
@@ -340,6 +346,24 @@ def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, obs
             unresolved.by_word(at if whole else positions[at], word)  # a second look's need not ascend
     batch.plain = whole and not unresolved
     return unresolved
+
+
+def _count_found(
+    readers: Sequence[ArenaReader], which: NDArray[np.intp], hits: NDArray[np.bool_], digests: Sequence[bytes]
+) -> None:
+    """Count keys in several arenas as :func:`exist_in` does in one. ``which``: of ``readers`` is each key's."""
+    places = np.flatnonzero(~hits)
+    missing = which[places]
+    absent = np.bincount(missing, minlength=len(readers))
+    found = np.bincount(which, minlength=len(readers)) - absent
+    one = np.zeros(len(readers), np.intp)
+    one[missing] = places  # of several the last
+    for reader, more, less, at in zip(readers, found.tolist(), absent.tolist(), one.tolist()):
+        counts = reader.counts
+        if less:
+            reader.missed(digests[at])
+        counts[FOUND] += more
+        counts[NOT_FOUND] += less
 
 
 def holds_in(

@@ -10,10 +10,11 @@ import pytest
 from simm.arena.hashing import Hasher
 from simm.arena.reader import EACH_KEYS, ArenaReader
 from simm.arena.store import Store
-from simm.ipc.counts import FOUND, NOT_FOUND
+from simm.ipc.counts import FOUND, NOT_FOUND, SAMPLE_BATCHES
 from simm.sdk.batch import Batch
 from simm.sdk.ops.owners import exist_in
 from simm.wire.shard_set import FROZEN, MOVING
+from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.store_world import new_segment, remove_segment
 
 digest_of = Hasher("exist")
@@ -93,3 +94,31 @@ def test_issue_a_second_look_at_all_keys_in_another_order_leaves_the_right_ones(
     left = exist_in(reader, positions, batch, observed=False)
     assert [got == 1 for got in batch.results] == [number in stored for number in range(count)]
     assert sorted(left.positions()) == [number for number in range(count) if number not in stored]
+
+
+def test_issue_questions_about_keys_of_several_arenas_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass answers them. No key of it was in the metrics of a server, and none in the client's own."""
+    missed: list[bytes] = []
+    with FakeCluster(2) as cluster:
+        cluster.settled({0: ALL[::2], 1: ALL[1::2]})
+        client = cluster.client("shm")
+        assert client.wait_ready(30.0)
+        keys = [f"k{number}" for number in range(100)]
+        assert client.put_many(keys[::2], [b"v"] * 50) == [True] * 50
+        monkeypatch.setattr(ArenaReader, "missed", lambda _, digest: missed.append(digest))
+        for _ in range(SAMPLE_BATCHES):
+            assert client.exists_many(keys) == [True, False] * 50
+        told = client.stats()["paths"]["shm"]
+        assert [told["exists_found"], told["exists_absent"]] == [50 * SAMPLE_BATCHES] * 2
+        assert told["seconds"]["exists_many"]["calls_timed"] == 1
+        assert len(missed) == 2 * SAMPLE_BATCHES, "one of each arena"
+        assert {*missed} <= {*map(client.digest, keys[1::2])}
+        assert {client._routes.target(digest) for digest in missed} == {*client._routes.table().by_position}
+        for target in client._routes.table().by_position:
+            mine = [key for key in keys if client._routes.target(client.digest(key)) is target]
+            assert target.session is not None
+            found = sum(key in keys[::2] for key in mine)
+            counts = target.session.counts
+            assert [counts[FOUND], counts[NOT_FOUND]] == [
+                found * SAMPLE_BATCHES, (len(mine) - found) * SAMPLE_BATCHES
+            ]  # fmt: skip
