@@ -95,6 +95,8 @@ class Hasher:
         """
         if isinstance(keys, str):
             raise UsageError(f"keys is a list of keys, not the one text {keys[:40]!r}")
+        if not hasattr(keys, "__len__"):  # an iterator: the tags are a second look at them
+            keys = list(keys)
         copy = self._copy
         digests: list[bytes] = []
         for key in keys:

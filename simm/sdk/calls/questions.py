@@ -50,6 +50,8 @@ class QuestionCalls:
         Each stays as it is now, whatever happens to its key; one that is not stored is a miss. Release them soon, as
         pinned values are not evicted. What is beyond this client's share of the memory stays until it is evicted.
         """
+        if not isinstance(keys, str):  # which the hasher refuses
+            keys = tuple(keys)
         digests = self._hasher.many(keys)
         with self._routes.patience():
             pins = self._pinner.pin(keys, digests)

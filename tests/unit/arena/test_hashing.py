@@ -196,3 +196,11 @@ def test_few_keys_find_both_sets_full_as_entries_come_and_go(value_bytes: int) -
     assert store.table.entries > 0.9 * most
     assert store.set_evictions < puts / 300
     store.release()
+
+
+@pytest.mark.parametrize("count", [1, TAG_KEYS, 100])
+def test_issue_keys_of_an_iterator_have_their_tags(count: int) -> None:
+    """Its keys were gone when their tags were looked for. So such a call asked for other keys than any other."""
+    keys = [f"page{{{number}}}/k" for number in range(count)]
+    for hasher in (Hasher("n"), EpochHasher("n", 3)):
+        assert hasher.many(iter(keys)) == hasher.many(keys) == [*map(hasher, keys)]  # type: ignore[arg-type]
