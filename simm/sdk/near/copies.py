@@ -98,11 +98,6 @@ class Near:
         self._put = NearPut(copier, options.checksum)
         self._drops = Puts(routes, self._put, copier, options, own, Tallies())
         self._piece = PIECE_BYTES
-        #: The map by which shards were found, those of the node that is here, and until when nobody looks again.
-        self._here: tuple[RouteTable | None, Sequence[int], float] = (None, _NOWHERE, 0.0)
-        self._nodes: tuple[RouteTable | None, list[Sequence[int]]] = (None, [])
-        #: The workers here.
-        self._hosts: Sequence[Target] = ()
         self._said = False
         self._begin()
         fork.in_child(self._begin)
@@ -114,6 +109,12 @@ class Near:
         self._promotion = Promotion()
         self._thread: threading.Thread | None = None
         self._closed = False
+        # A child's arenas are not its parent's, which are unmapped there.
+        #: The map by which shards were found, those of the node that is here, and until when nobody looks again.
+        self._here: tuple[RouteTable | None, Sequence[int], float] = (None, _NOWHERE, 0.0)
+        self._nodes: tuple[RouteTable | None, list[Sequence[int]]] = (None, [])
+        #: The workers here.
+        self._hosts: Sequence[Target] = ()
 
     # -- where ----------------------------------------------------------------------------------------
 

@@ -256,3 +256,19 @@ def test_a_router_that_is_made_while_a_handler_closes_its_client_serves_no_call(
     with pytest.raises(UsageError, match="closed"):
         routes.target(bytes(16))
     routes.router = None
+
+
+def test_issue_a_prefetch_looks_into_no_arena_of_the_parent() -> None:
+    """The child of a client with near copies died by a signal: it looked at what the arenas that it had lost take."""
+    with FakeCluster(1) as cluster:
+        cluster.settled({0: ALL})
+        client = cluster.client("shm", near_copies=True)
+        assert client.put("k", b"v") and client.prefetch(["k"]) == 0
+        assert client._near is not None and client._near._hosts
+
+        def goes_on() -> bool:
+            with no_descriptors():
+                return client.prefetch(["k"]) in (0, 1) and all_miss(client)
+
+        assert forked(goes_on) == 0
+        assert client.prefetch(["k"]) == 0 and client.get("k") == b"v"
