@@ -445,7 +445,8 @@ class Puts:
         kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
         wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
         began = time.perf_counter_ns()
-        counts = target.session.counts if target.session is not None else self._tallies.tcp
+        session = target.session  # once: another thread may lose it
+        counts = self._tallies.tcp if session is None else session.counts
         again: set[int] = set()
         answers = yield from self._ask(
             _parts(kind, wanted), target, together, lambda tcp: tcp.statuses(kind, wanted, twice=again)

@@ -129,12 +129,13 @@ class TracedPuts(Puts):
         operation = CURRENT.get()
         if operation is None:
             return (yield from super()._ask(requests, target, together, by_tcp))
-        if target.session is None:
+        session = target.session  # once: another thread may lose it
+        if session is None:
             traced_tcp(target)
             operation.by("tcp")
             return (yield from super()._ask(requests, target, together, by_tcp))
         operation.by("shm")
-        stand_in: Any = AskedTarget(target, TimedSession(target.session, operation))
+        stand_in: Any = AskedTarget(target, TimedSession(session, operation))
         return (yield from super()._ask(requests, stand_in, together, by_tcp))
 
     def _put_remote(

@@ -48,7 +48,8 @@ class RdmaTarget(StandIn):
 
     def __init__(self, real: Any, operation: Operation) -> None:
         super().__init__(real)
-        self.rdma = real.rdma and TimedPath(real.rdma, operation)
+        rdma = real.rdma  # once: another thread may lose it
+        self.rdma = rdma and TimedPath(rdma, operation)
 
 
 class TimedPath(StandIn):
