@@ -152,7 +152,7 @@ def sink_of(buffer: Any) -> memoryview | Span:
 
 def span_of(buffer: Any) -> Span:
     """Return the memory of a buffer, array or tensor as a span, which keeps it alive. Raises UsageError."""
-    if isinstance(buffer, Span):
+    if isinstance(buffer, Span) and not isinstance(buffer, Ranges):
         return buffer
     try:
         span = tensor_span(buffer)

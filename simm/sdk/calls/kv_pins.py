@@ -28,6 +28,8 @@ class PinnedKeys:
         self._pins = pins
         #: For each key its number among those that are pinned, -1 for a wrong key.
         self._numbers = [-1] * len(self.keys)
+        #: Where each key is first, once a key is named.
+        self._position_of: dict[str, int] | None = None
         #: Each value's length, or a code.
         self.lengths: list[int] = [_INVALID] * len(self.keys)
         self._refuse = refuse
@@ -131,7 +133,10 @@ class PinnedKeys:
 
     def _position(self, key: Any) -> int | None:
         if isinstance(key, str):
-            return self.keys.index(key) if key in self.keys else None
+            if self._position_of is None:
+                places = reversed(range(len(self.keys)))
+                self._position_of = {each: at for at in places if isinstance(each := self.keys[at], str)}
+            return self._position_of.get(key)
         return key if type(key) is int and 0 <= key < len(self.keys) else None
 
     # -- asyncio ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,10 +227,13 @@ class BlockView:
 class PartedViews:
     """Views that are parts of one value, or why they cannot be. As a view, to what checks a batch of views.
 
-    ``Store.prepare_ranges`` returns one.
+    ``Store.prepare_ranges`` returns one, with its ranges apart: no call may take them for a view's memory.
     """
 
-    __slots__ = ("_piece", "problem")
+    __slots__ = ("_piece", "_prepared", "problem")
+
+    #: What ``prepared`` has made of ranges; None if they are a mistake. Others have none.
+    _prepared: Ranges | None
 
     def __init__(self, make: Callable[[Any], Span], parts: Any, wide: bool = True) -> None:
         self._piece: Span | None = None
@@ -259,9 +262,9 @@ class PartedViews:
 
     def _again(self, _: Any) -> Ranges:
         """Return prepared ranges for one call. Raises UsageError, LargeValue."""
-        if self._piece is None:
+        if self._prepared is None:
             raise UsageError(self.problem)
-        return ranges_of(self._piece)  # type: ignore[arg-type]
+        return ranges_of(self._prepared)
 
     @classmethod
     def prepared(cls, ranges: Any) -> PartedViews:
@@ -269,7 +272,9 @@ class PartedViews:
 
         They are checked once, here. A call that reads ranges with a mistake logs it, and returns INVALID_ARGUMENT.
         """
-        return cls(lambda views: prepared(_ranges_of_views(views)), ranges)
+        made = cls(lambda views: prepared(_ranges_of_views(views)), ranges)
+        made._prepared, made._piece = cast("Ranges | None", made._piece), None
+        return made
 
     @classmethod
     def to_put(cls, pieces: Sequence[Any]) -> list[PartedViews]:

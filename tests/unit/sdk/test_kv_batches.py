@@ -13,7 +13,9 @@ from simm.client import Client
 from simm.constants import RANGES_MAX, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, Store
+from simm.sdk.calls.kv_pins import PinnedKeys
 from simm.testing import FakeClient
+from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.kv_values import content, filled
 from tests.support.small_limits import MOST, PART, small_limits
 
@@ -130,3 +132,48 @@ def test_pinned_values(parts: FakeClient, monkeypatch: pytest.MonkeyPatch) -> No
         assert pins.get_ranges("large", too_many(PART)) == WRONG
         assert pins.get_ranges("large", [(0, 10, rooms[0])]) == 2 * MOST
     assert pins.mget_ranges(keys, ranges) == [WRONG] * 4, "released"
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_issue_prepared_ranges_are_no_view(path: str) -> None:
+    """A put raised AttributeError into the engine, and one in a batch took all other keys with it."""
+    with FakeCluster(1) as cluster:
+        cluster.settled({0: ALL})
+        store = store_of(cluster.client(path))
+        view = filled(b"value")
+        ranges: Any = Store.prepare_ranges([(0, 2, Block(2).view())])
+        assert store.put("k", ranges) == store.get("k", ranges) == WRONG
+        assert store.mput(["a", "k", "b"], [view, ranges, view]) == [0, WRONG, 0]
+        assert store.mget(["a", "k", "b"], [view, ranges, view]) == [5, WRONG, 5]
+        assert store.put_gather("k", [view, ranges]) == WRONG
+        assert store.mget_ranges(["a", "never"], [ranges, [(0, 1, Block(1).view())]]) == [5, int(Code.GET_FAILED)]
+        assert store.rejected == 5 and not store.exists("k")
+
+
+def test_prepared_ranges_cannot_be_registered(client: FakeClient) -> None:
+    with pytest.raises(UsageError):
+        client.register(client.prepare_ranges([(0, 2, bytearray(2))]))
+
+
+class Compared(str):
+    """A key that counts how often it is compared."""
+
+    __slots__ = ()
+    times = 0
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return str.__eq__(self, other)
+
+
+def test_issue_pinned_keys_are_found_by_name_without_a_search() -> None:
+    """Each name was compared with all keys before it: a layer of 20,000 took seconds, with the GIL."""
+    names = [f"k{number}" for number in range(500)]
+    pinned = PinnedKeys([*map(Compared, names), "k7", 3, [], None], None, None, lambda *_: None)
+    Compared.times = 0
+    assert [pinned._position(Compared(name)) for name in names] == [*range(500)], "of equal ones the first"
+    assert Compared.times < 4 * len(names)
+    others: list[Any] = ["never", 3, 503, 504, -1, True, None, []]
+    assert [*map(pinned._position, others)] == [None, 3, 503, None, None, None, None, None]
