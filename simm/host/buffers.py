@@ -127,10 +127,6 @@ class Span:
         """Return the first ``size`` bytes (or all) in host memory: in place where the CPU addresses them."""
         return self.view()[:size]
 
-    def copy_from(self, data: memoryview) -> None:
-        """Copy ``data`` to the head of the memory."""
-        self.view()[: data.nbytes] = data
-
 
 class HostMapping(Protocol):
     """A mapping in this process that a device can be told of, such as an arena's. Weakly referable."""

@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from ctypes import memmove
 from typing import Any, Final
 
 import numpy as np
@@ -22,9 +21,9 @@ from ..arena.reader import EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..constants import LOG_GETS, VALUE_BYTES_MAX
 from ..errors import DeadlineError, DeviceError, PeerError
-from ..host.buffers import RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
+from ..host.buffers import RELEASE_BYTES, Copier, Ranges, Span, address_of, fits, memmove
 from ..host.company import COMPANY
-from ..host.parts import HOST_TYPES, scatter
+from ..host.parts import HOST_TYPES, on_device, scatter
 from ..ipc.counts import ABSENT, GET, GET_MANY, HIT_BYTES, MISSES_MASK, SAMPLE_BATCHES, Word, observe
 from ..ipc.get import ShmGet
 from ..ipc.patience import Patience
@@ -239,12 +238,13 @@ class Gets(ShmGet):
             length = len(view)
             if not fits(length, sink):
                 return misfit(length, sink)
-            if type(sink) is memoryview:
-                sink[:length] = view.data
-            elif isinstance(sink, Ranges):
+            if isinstance(sink, Ranges):
                 scatter(sink, view.data, address_of(view.data), 0, self._copier)
-            else:
+            elif on_device(sink):
                 sink.copy_from(view.data)
+            else:
+                target = address_of(sink) if type(sink) is memoryview else sink.address
+                self._copier.copy(target, address_of(view.data), length)
             return length
 
     # -- many keys ------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Clients with checksums check the bytes that they deliver, not those that they have copied them from."""
+"""Values that are read from a pin: what is delivered is what was checked, and the client's copier copies it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,3 +59,30 @@ def test_a_pinned_value_is_checked_once_it_is_copied(
     got = (bytes(buffer) if client.get_into("k", buffer) else None) if into else client.get("k")
     assert done == [True] and client.counters["fallbacks"] == 1
     assert got == (bytes(len(VALUE)) if checked == "control" else VALUE)
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20])
+def test_a_pinned_value_is_copied_without_the_gil(
+    cluster: FakeCluster, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices copied it, which kept all threads of the engine from running meanwhile."""
+    client = cluster.client("shm")
+    value = os.urandom(size)
+    assert client.put("k", value)
+    copied: list[int] = []
+    copy = client._copier.copy
+
+    def noted(target: int, source: int, size: int, *more: Any) -> None:
+        copied.append(size)
+        copy(target, source, size, *more)
+
+    def unsettled(*_: Any) -> Any:
+        raise Unsettled
+
+    monkeypatch.setattr(client._copier, "copy", noted)
+    monkeypatch.setattr(ArenaReader, "locate", unsettled)
+    rooms = [bytearray(size + 1), bytearray(size + 1)]
+    for room, sink in zip(rooms, (rooms[0], client.register(rooms[1]))):
+        assert client.get_into("k", sink) == size
+        assert room == value + b"\0"
+    assert copied == [size, size] and client.counters["fallbacks"] == 2
