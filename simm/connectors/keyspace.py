@@ -89,6 +89,9 @@ _AGAIN_MAX_S: Final = 30.0
 #: it draws must not change; and processes that are forked from one have the same state.
 _DICE: Final = random.SystemRandom()
 
+#: Most threads of an adapter that makes its own.
+_THREADS_MAX: Final = 64
+
 #: Characters of a setting in a warning.
 _SHOWN: Final = 200
 
@@ -424,6 +427,13 @@ def connect(manager: str = "", **options: Any) -> Client:
     except (SimmError, OSError) as exc:
         raise RuntimeError(f"SiMM: {exc}") from exc
     return client
+
+
+def threads_of(wanted: Any) -> int:
+    """Return how many calls run at the same time, as an engine's configuration has it. Raises RuntimeError."""
+    if type(wanted) is not int or not 1 <= wanted <= _THREADS_MAX:
+        raise RuntimeError(f"SiMM: threads is a number from 1 to {_THREADS_MAX}, not {wanted!r:.{_SHOWN}}")
+    return wanted
 
 
 def options_of(wanted: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from ..schemes.lmcache import object_keys
 from ..schemes.scheme import Scheme
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
-from .keyspace import connect, options_of
+from .keyspace import connect, options_of, threads_of
 from .lmcache_values import Arena, Slot, head_of, length_of, reachable, too_large
 from .registration.callers import caller
 from .registration.of_lmcache import all_server_schemes
@@ -97,11 +97,9 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         super().__init__()
         wanted = dict(params or {})
         unknown = set(wanted) - set(_OPTIONS)
-        threads = wanted.get("threads", _THREADS)
-        if unknown or type(threads) is not int or not 0 < threads <= 64:
-            raise RuntimeError(
-                f"SiMM: adapter_params are {', '.join(_OPTIONS)}, threads 1 to 64; not {sorted(unknown) or threads}"
-            )
+        if unknown:
+            raise RuntimeError(f"SiMM: adapter_params are {', '.join(_OPTIONS)}; not {sorted(unknown)}")
+        threads = threads_of(wanted.get("threads", _THREADS))
         self._head = head_of(wanted)
         self._owns = client is None
         self._client = client or connect(str(wanted.get("manager_address", "")), **options_of(wanted))

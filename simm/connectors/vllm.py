@@ -50,7 +50,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from ..client import Client
+from ..client import Client, NoValue
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host import fork
@@ -61,7 +61,7 @@ from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
 from . import vllm_facts
 from .complaints import Complaints
-from .keyspace import NOT_FLUSHED, Keyspace, connect, identity, options_of
+from .keyspace import NOT_FLUSHED, Keyspace, connect, identity, options_of, threads_of
 from .registration.callers import local_values
 from .registration.of_vllm import Groups, hashing_of, names_of, window_of
 from .registration.registrar import Registrar, under_names
@@ -92,11 +92,13 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc, unused-ignore]
 class _Job:
     """A job that has no result yet. The tier's lock guards ``begun``."""
 
-    __slots__ = ("begun", "handle", "keys", "load", "number")
+    __slots__ = ("begun", "gone", "handle", "keys", "load", "number")
 
     def __init__(self, number: int, keys: list[Any], load: bool) -> None:
         self.number, self.keys, self.load = number, keys, load
         self.begun = False
+        #: Those of a load's chunks that are not stored.
+        self.gone: list[Any] = []
         #: None: no thread has taken it yet.
         self.handle: Future[None] | None = None
 
@@ -112,7 +114,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         offloading_spec, primary_kv_view, tier_type, backpressure_detector: as vLLM passes them.
         enable_kv_events: report chunks that are stored, and those that are found gone, as vLLM's KV events.
         locality: ``LOCAL`` or ``REMOTE``, for these events.
-        threads: how many jobs run at the same time.
+        threads: how many jobs run at the same time, 1 to 64.
         client: for tests, and for programs that have one. Otherwise a client is made, and closed by :meth:`shutdown`.
         options: ``manager_address`` (``"host:port"``, several separated by commas; default SIMM_MANAGER),
             ``namespace`` (default SIMM_NAMESPACE), ``deadline_ms``, ``weight_version``, ``salt``.
@@ -137,7 +139,14 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             raise RuntimeError(
                 f"SiMM: a chunk has {size} bytes, a value {VALUE_BYTES_MAX} at most: make block_size smaller"
             )
-        self.locality = Locality(locality) if locality is not None else None
+        if type(enable_kv_events) is not bool:
+            raise RuntimeError(f"SiMM: enable_kv_events is true or false, not {enable_kv_events!r}")
+        threads = threads_of(threads)
+        try:
+            self.locality = Locality(locality) if locality is not None else None
+        except ValueError:
+            named = " or ".join(each.value for each in Locality)
+            raise RuntimeError(f"SiMM: locality is {named}, not {locality!r}") from None
         self._complain = Complaints(log)
         #: What a tier is not told: vLLM's configuration, and that of its KV cache.
         self._engine = local_values(("vllm_config", "kv_cache_config"))
@@ -269,7 +278,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """Begin to read chunks into the primary tier."""
         self._submit(job_metadata, self._load)
 
-    def _submit(self, job: Any, act: Callable[[list[Any], list[Span]], list[bool]]) -> None:
+    def _submit(self, job: Any, act: Callable[[_Job, list[Span]], list[bool]]) -> None:
         """Run a job in a thread, and note its result."""
         keys, size = list(job.keys), self.block_size_bytes
         spans = [self._span.part(int(row) * size, size) for row in job.chunk_ids]
@@ -284,7 +293,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                     return
                 own.begun = True
             try:
-                good = act(keys, spans)
+                good = act(own, spans)
             except Exception as exc:
                 what = "load" if load else "store"
                 self._complain(what, "%s failed, vLLM goes on without it: %s", what, str(exc), trace=True)
@@ -305,16 +314,16 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """Note a job's result, unless it has one."""
         load = job.load
         done = [key for key, ok in zip(job.keys, good) if ok]
-        gone = [key for key, ok in zip(job.keys, good) if not ok]
+        failed = [key for key, ok in zip(job.keys, good) if not ok]
         result = JobResult(
-            job.number, not gone, successful_keys=tuple(done) if load and gone and done else None,
+            job.number, not failed, successful_keys=tuple(done) if load and failed and done else None,
             transfer_time=seconds, transfer_bytes=len(done) * self.block_size_bytes,
         )  # fmt: skip
-        about = gone if load else done
+        about = job.gone if load else done
         event = OffloadingEvent(keys=about, medium=self.medium, removed=load, locality=self.locality) if about else None
         with self._lock:
             if job in self._running:
-                self._done.append((result, event, gone if load else ()))
+                self._done.append((result, event, failed if load else ()))
                 self._running.discard(job)
             self._changed.notify_all()
 
@@ -324,38 +333,40 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             if job.over():
                 self._finish(job, [False] * len(job.keys), 0.0)
 
-    def _store(self, keys: list[Any], spans: list[Span]) -> list[bool]:
+    def _store(self, job: _Job, spans: list[Span]) -> list[bool]:
         """Store the chunks that are not stored; return which are now."""
-        digests = self._digests(keys)
+        digests = self._digests(job.keys)
         if not digests:
-            return [False] * len(keys)
+            return [False] * len(job.keys)
         statuses = self._client.put_digests(digests, spans, True)
         failed = [status for status in statuses if status != Status.OK]
         if failed:
             self._complain("put", "%d chunks were not stored: %s", len(failed), STATUS_NAMES[failed[0]])
         return [status == Status.OK for status in statuses]
 
-    def _leave(self, keys: list[Any], spans: list[Span]) -> list[bool]:
+    def _leave(self, job: _Job, spans: list[Span]) -> list[bool]:
         """Store nothing."""
-        return [False] * len(keys)
+        return [False] * len(job.keys)
 
-    def _load(self, keys: list[Any], spans: list[Span]) -> list[bool]:
-        """Copy chunks to their rows; return which came whole."""
-        digests = self._digests(keys)
+    def _load(self, job: _Job, spans: list[Span]) -> list[bool]:
+        """Copy chunks to their rows; return which came whole. Those of servers that are away are not gone."""
+        digests = self._digests(job.keys)
         if not digests:
-            return [False] * len(keys)
+            return [False] * len(job.keys)
         for span in spans:
             span.least = span.size
-        return [got == self.block_size_bytes for got in self._client.get_digests(digests, spans)]
+        results = self._client.get_digests(digests, spans)
+        job.gone = [key for key, got in zip(job.keys, results) if got == NoValue.MISS]
+        return [got == self.block_size_bytes for got in results]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the results of jobs that have ended since the last call."""
         self._finish_left()
         done = list(self._done)
         count = len(done)
-        for _, _, gone in done:
-            if gone:
-                self._lookups.mark_miss(gone)
+        for _, _, failed in done:
+            if failed:
+                self._lookups.mark_miss(failed)
         results = [result for result, _, _ in done]
         events = [event for _, event, _ in done if event is not None]
         # No call from here on: what an interrupt keeps from the caller comes with the next call, and only once.

@@ -164,6 +164,13 @@ def server(pinned: list[Pins]) -> Iterator[Server]:
         made.adapter.close()
 
 
+@pytest.mark.parametrize("threads", ["4", 0, 65, 2.5, True])
+def test_a_number_of_threads_that_is_none_is_a_sentence(threads: Any) -> None:
+    with fake_lmcache.server() as module, FakeClient() as client:
+        with pytest.raises(RuntimeError, match=r"^SiMM: threads is a number from 1 to 64, not "):
+            module.SimmL2Adapter({"threads": threads}, client=client)
+
+
 def meanwhile(pins: Pins, act: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something between the begin of a read of these pins and the read itself, once."""
     plain = pins.read_wants

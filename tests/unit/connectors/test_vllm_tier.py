@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simm.client import NoValue
 from simm.connectors import vllm_facts
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_vllm_tier
@@ -132,6 +133,57 @@ def test_what_runs_at_a_reset_is_not_stored_after_it(tiers: Tiers) -> None:
     assert not tiers.stores(one, old), "another one's success is not its own"
     one.drain_jobs()
     assert not tiers.stores(one, new) and other.stored(KEYS) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"threads": each} for each in ("4", 0, -1, 65, 2.5, True)),
+        *({"enable_kv_events": each} for each in ("yes", 1)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_issue_wrong_options_are_a_sentence(tiers: Tiers, options: dict[str, Any]) -> None:
+    """A text for a number ended vLLM's engine at the first store; without threads no job ended."""
+    with pytest.raises(RuntimeError, match=rf"^SiMM: {next(iter(options))} is "):
+        tiers(World().config(), **options)
+
+
+def test_a_locality_that_vllm_does_not_know_is_a_sentence(tiers: Tiers) -> None:
+    with pytest.raises(RuntimeError, match=r"^SiMM: locality is LOCAL or "):
+        tiers(World().config(), locality="local")
+
+
+@pytest.mark.parametrize("how", ["an outage", "no generation", "an error", "another size"])
+def test_issue_only_what_is_not_stored_is_told_as_removed(
+    tiers: Tiers, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever had not been loaded was, so routers forgot chunks that are stored."""
+    tier, context = tiers(World().config(), enable_kv_events=True), Context("r")
+    assert tiers.stores(tier, context) and tier.take_events()
+
+    def loads() -> list[Any]:
+        """Load all chunks; return those that are told as removed."""
+        tier.submit_load(Job(next(tiers.jobs), KEYS, ROWS, True, context))
+        wait_until(lambda: not tier._running, "the job ends")
+        (result,) = tier.get_finished_jobs()
+        assert not result.success
+        return [key for event in tier.take_events() if event.removed for key in event.keys]
+
+    with monkeypatch.context() as patch:
+        if how == "an outage":
+            patch.setattr(tiers.store, "unavailable", True)
+        elif how == "no generation":
+            patch.setattr(tier._keyspace, "generation", lambda: None)
+        else:
+            results = {"another size": [NoValue.UNAVAILABLE, 3, 3]}
+            patch.setattr(tier._client, "get_digests", lambda *_: results[how])
+        tier.on_new_request(context)
+        assert tier.lookup(KEYS[0], context) is Words.RETRY
+        assert loads() == [] and tier.lookup(KEYS[0], context) is Words.MISS
+    assert tier.stored(KEYS) == [True] * 3
+    tier._client.delete_digests(tier._digests(KEYS[1:]))
+    assert loads() == KEYS[1:]
 
 
 def test_requests_that_have_ended_are_forgotten(tiers: Tiers) -> None:
