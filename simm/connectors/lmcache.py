@@ -50,7 +50,7 @@ from . import vllm_facts
 from .complaints import Complaints
 from .keyspace import connect, options_of
 from .lmcache_values import Arena, Layout, Slot, head_of, length_of, never_whole, reachable, taken_apart, too_large
-from .registration.of_lmcache import engine_schemes, remembered, vllm_config
+from .registration.of_lmcache import engine_schemes, hashes_weakly, remembered, vllm_config
 from .registration.registrar import Registrar
 
 __all__ = ["SimmAdapter", "SimmConnector"]
@@ -60,8 +60,15 @@ log = logging.getLogger("simm.connectors.lmcache")
 _T = TypeVar("_T")
 #: Options, in ``extra_config`` behind ``remote_storage_plugin.NAME.``, or behind the ``?`` of an address.
 _OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "weight_version", "salt")
+#: What LMCache itself has there.
+_OF_LMCACHE: Final = ("module_path", "class_name")
 _SCHEMA: Final = "simm://"
 _PLUGIN: Final = "plugin://"
+#: A warning, for what an engine is started with.
+_MISSING: Final = (
+    "LMCache's keys have no {0}: requests with other {0} read each other's chunks, and get wrong tokens. Use the flags "
+    "of `simm engine vllm`"
+)
 #: torch's data types by their names in a layout.
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in TORCH_DTYPE_TO_STR_DTYPE}
 #: Those in which engines keep numbers of more than one kind: all encodings of FP8, and numbers with scales.
@@ -112,6 +119,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         #: torch's type of shapes.
         self._shape: Callable[[Sequence[int]], Any] = type(self.meta_shapes[0])
         self._head = head_of(options, _numbers_of(metadata, options))
+        _warn_of_keys(config)
         self._owns = client is None
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         self._registrar = Registrar(self._client, self._complain)
@@ -394,13 +402,21 @@ def _options(url: str, plugin_name: str | None, extra: dict[str, Any]) -> dict[s
     found: dict[str, Any] = {}
     if url.startswith(_SCHEMA):
         parts = urlsplit(url)
-        found = {"manager_address": parts.netloc, **dict(parse_qsl(parts.query))}
+        found = dict(parse_qsl(parts.query))
         unknown = set(found) - set(_OPTIONS)
         if unknown:
             raise RuntimeError(f"SiMM: {url} has the options {sorted(unknown)}; there are {', '.join(_OPTIONS)}")
+        if parts.netloc:
+            found.setdefault("manager_address", parts.netloc)
     name = plugin_name or (url[len(_PLUGIN) :] if url.startswith(_PLUGIN) else "simm")
+    head = f"remote_storage_plugin.{name}."
+    # What has a dot behind that is another instance's: simm.b beside simm. Its last part is an option all the same.
+    wrong = [each for each in map(str, extra) if each.startswith(head)
+             and each.rpartition(".")[2] not in (*_OPTIONS, *_OF_LMCACHE)]  # fmt: skip
+    if wrong:
+        raise RuntimeError(f"SiMM: extra_config has {', '.join(sorted(wrong))}; options are {', '.join(_OPTIONS)}")
     for option in _OPTIONS:
-        value = extra.get(f"remote_storage_plugin.{name}.{option}")
+        value = extra.get(head + option)
         if value not in (None, ""):
             found.setdefault(option, value)
     return found
@@ -420,6 +436,26 @@ def _numbers_of(metadata: Any, options: dict[str, Any]) -> str:
                 "read each other's chunks"
             )
         return vllm_facts.uncommon_fp8()
+
+
+def _warn_of_keys(config: Any) -> None:
+    """Warn of what two prompts can have in common that LMCache takes for one."""
+    if hashes_weakly(str(getattr(config, "pre_caching_hash_algorithm", ""))):
+        _warn(
+            "LMCache's hash lets anybody make prompts with equal hashes: a user of a shared engine can replace another "
+            "one's chunks. Set LMCACHE_PRE_CACHING_HASH_ALGORITHM=sha256_cbor; without vLLM, use LMCache's server"
+        )
+    engine = vllm_config()
+    if getattr(engine, "lora_config", None) is not None:
+        _warn(_MISSING.format("LoRA adapters"))
+    if getattr(getattr(engine, "model_config", None), "enable_prompt_embeds", False):
+        _warn(_MISSING.format("prompt embeddings"))
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Log a warning once in a process: LMCache makes connections anew."""
+    log.warning(text)
 
 
 def _dtype(name: str) -> Any:

@@ -123,12 +123,15 @@ def _lmcache(settings: Settings) -> Recipe:
     environment = {
         "LMCACHE_REMOTE_STORAGE_PLUGINS": "simm",
         "LMCACHE_EXTRA_CONFIG": json.dumps({f"remote_storage_plugin.simm.{name}": values[name] for name in values}),
-        "PYTHONHASHSEED": "0",
-    }
+        # LMCache's own default is Python's hash, for which anybody can make prompts with equal hashes.
+        "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor", "PYTHONHASHSEED": "0",
+    }  # fmt: skip
     notes = (
         "pip install CHECKOUT (of SiMM) in the engine's environment; LMCache 0.5.6",
-        "variables for vllm serve, or the same as remote_storage_plugins and extra_config in LMCACHE_CONFIG_FILE",
-        "PYTHONHASHSEED is the same number in all engines, else they find nothing of each other",
+        "variables for vllm serve, or the same, without LMCACHE_ and in small letters, in LMCACHE_CONFIG_FILE",
+        "the algorithm and PYTHONHASHSEED are the same in all engines, else they find nothing of each other",
+        "sha256_cbor needs vLLM: without it LMCache has a hash whose collisions anybody can make: use its server",
+        "for requests without LoRA adapters and prompt embeddings: LMCache's keys have neither, nor vLLM's cache_salt",
     )
     transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
     return Recipe(environment, (("--kv-transfer-config", json.dumps(transfer)),), notes)
@@ -140,6 +143,7 @@ def _lmcache_server(settings: Settings) -> Recipe:
     notes = (
         "pip install CHECKOUT (of SiMM) in the server's environment, and add to lmcache server; LMCache 0.5.6",
         "--l1-size-gb is the server's own memory: it does not start without a size and a policy",
+        "for requests without LoRA adapters and prompt embeddings: LMCache's keys have neither",
     )
     return Recipe({}, (*_LMCACHE_L1, ("--l2-adapter", adapter)), notes)
 

@@ -82,6 +82,7 @@ def lmcache(_: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     found = LMCacheEngineConfig.from_env()
     return {
         "plugins": found.remote_storage_plugins, "extra": found.extra_config,
+        "hash": found.pre_caching_hash_algorithm,
         "version": importlib.metadata.version("lmcache"),
     }  # fmt: skip
 

@@ -101,6 +101,7 @@ def test_lmcache(lmcache: Engine) -> None:
     extra = {f"remote_storage_plugin.simm.{name}": value for name, value in printed.LMCACHE.items()}
     extra["remote_storage_plugin.simm.manager_address"] = MANAGER
     assert report["lmcache"]["plugins"] == ["simm"] and report["lmcache"]["extra"] == extra
+    assert report["lmcache"]["hash"] == "sha256_cbor"
     server = report["lmcache-server"]
     assert (server["module"], server["class"]) == ("simm.connectors.lmcache_server", "SimmL2Adapter")
     assert server["params"] == {"manager_address": MANAGER}

@@ -88,9 +88,22 @@ def engine_schemes(config: Any, metadata: Any, dtypes: Mapping[Any, str], more: 
     return under_names(scheme, (getattr(metadata, "served_model_name", None), metadata.model_name))
 
 
+def _with_vllm() -> bool:
+    """Return whether LMCache finds vLLM's algorithms."""
+    return "vllm.utils.hashing" in sys.modules or "vllm.utils" in sys.modules
+
+
+def hashes_weakly(algorithm: str) -> bool:
+    """Return whether it is easy to make two prompts to which LMCache gives one hash in this process.
+
+    Of vLLM's algorithms it is not for SHA-256. Without vLLM LMCache has Python's own hash alone, whatever its setting.
+    """
+    return not (_with_vllm() and algorithm.startswith("sha256"))
+
+
 def _hash_of(algorithm: str) -> dict[str, str | int]:
     """Return the options that say how LMCache hashes in this process, which has vLLM or not."""
-    with_vllm = "vllm.utils.hashing" in sys.modules or "vllm.utils" in sys.modules
+    with_vllm = _with_vllm()
     root = getattr(sys.modules.get("lmcache.v1.token_database"), "NONE_HASH", None)
     if algorithm in _ALGORITHMS and with_vllm:
         name, seed = _ALGORITHMS[algorithm], of_vllm.seed()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from simm import cli
+from simm.schemes import vllm
 from simm.tools import engine
 
 MANAGER = "10.0.0.5:30001,[::1]:30002"
@@ -108,6 +109,8 @@ def test_lmcache(capsys: pytest.CaptureFixture[str]) -> None:
         f"{head}manager_address": MANAGER, f"{head}namespace": "it's ours",
     }  # fmt: skip
     assert found["environment"]["LMCACHE_REMOTE_STORAGE_PLUGINS"] == "simm"
+    assert found["environment"]["LMCACHE_PRE_CACHING_HASH_ALGORITHM"] in vllm.ALGORITHMS, "and routers make its hashes"
+    assert found["environment"]["PYTHONHASHSEED"] == "0"
     assert "LMCacheConnectorV1" in flags_of(printed(capsys, "lmcache"))["--kv-transfer-config"]
 
 
