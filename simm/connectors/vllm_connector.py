@@ -351,7 +351,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         if self._scheduler is not None:
             self._scheduler.added(request)
             lora = getattr(request, "lora_request", None)
-            if lora is not None and len(self._adapters) < _ADAPTERS_MAX:
+            if lora is not None and (lora.lora_name in self._adapters or len(self._adapters) < _ADAPTERS_MAX):
                 self._adapters = {**self._adapters, str(lora.lora_name): str(lora.lora_path)}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

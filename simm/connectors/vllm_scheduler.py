@@ -176,13 +176,17 @@ class SchedulerSide:
     # -- lookups ----------------------------------------------------------------------------------
 
     def _hashes(self, tracked: _Tracked, position: int) -> list[bytes]:
-        """Return the hashes of a request's full blocks in a group."""
+        """Return the hashes of a request's full blocks in a group, a list that grows with it. O(new blocks)."""
         factor = self._groups[position].block_tokens // self._hash_tokens
         own = tracked.request.block_hashes
         known = tracked.hashes.setdefault(position, [])
-        if len(own) // factor > len(known):
-            known[:] = merged([bytes(each) for each in own], factor)
-        return known[: len(own) // factor]
+        done = len(known) * factor
+        # A session's next prompt takes the end of the one before away. A hash covers all those before it.
+        if done and (len(own) < done or own[done - 1] != known[-1]):
+            known.clear()
+            done = 0
+        known += map(bytes, merged(own[done:], factor))
+        return known
 
     def _read_soon(self, *, anew: bool = False) -> None:
         """Have the generation read in a thread. Does not wait, never raises.

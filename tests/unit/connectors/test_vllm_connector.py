@@ -298,6 +298,14 @@ def test_issue_adapters_come_while_others_are_registered(engines: Engines) -> No
     assert list(scheduler._adapters) == ["a0", "a1", "a2", "a3"]
 
 
+def test_issue_an_adapter_that_is_known_moves_where_there_is_no_room_for_more(engines: Engines) -> None:
+    scheduler = engines(Role.SCHEDULER)
+    for number in range(66):
+        lora = SimpleNamespace(lora_name=f"a{number % 65}", lora_path=f"/adapters/{number}", lora_int_id=number)
+        scheduler.on_new_request(SimpleNamespace(request_id=str(number), lora_request=lora))
+    assert len(scheduler._adapters) == 64 and scheduler._adapters["a0"] == "/adapters/65"
+
+
 def ran(worker: Any, plan: Plan) -> None:
     """A step of a worker, without a model."""
     worker.bind_connector_metadata(pickle.loads(pickle.dumps(worker.MODULE._Metadata(plan))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ from simm.connectors.keyspace import Keyspace, replace
 from simm.connectors.vllm_plan import Block, Group, Load, Plan, Report
 from simm.connectors.vllm_scheduler import SchedulerSide
 from simm.connectors.vllm_worker import WorkerSide
+from simm.schemes.vllm import merged
 from simm.testing import FakeClient, FakeStore
 from tests.support.scarce_threads import Gate
 from tests.support.toy_vllm import FULL, NEW_TOKENS, WINDOWED, Engine
@@ -580,6 +582,40 @@ def test_what_ends_early_leaves_nothing_behind(engine: Any) -> None:
         0, False,
     )  # fmt: skip
     assert one.worker.wait_saved(0) and not one.worker._saves
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hashes_are_those_of_the_request_as_it_is(engine: Any, seed: int) -> None:
+    """Which grows, and of which a session's next prompt takes the end away, or puts another one in its place."""
+    dice = random.Random(seed)
+    side = engine((Group(("full.0",), 4), Group(("window.0",), 8), Group(("other.0",), 12))).scheduler
+    request = SimpleNamespace(request_id="r", block_hashes=[])
+    tracked, own = side._track(request), request.block_hashes
+    for _ in range(300):
+        if dice.random() < 0.2:
+            del own[dice.randrange(len(own) + 1) :]
+        own += [dice.randbytes(32) for _ in range(dice.randrange(4))]
+        if dice.random() < 0.7:  # else it changes once more before anybody looks
+            for at, factor in enumerate((1, 2, 3)):
+                assert side._hashes(tracked, at) == merged(own, factor)
+
+
+def test_issue_a_block_that_fills_costs_nothing_by_the_length_of_the_prompt(engine: Any) -> None:
+    """All hashes of a request were made anew, in vLLM's scheduler."""
+    made: list[int] = []
+
+    class Hash(bytes):
+        def __bytes__(self) -> bytes:
+            made.append(1)
+            return bytes.__getitem__(self, slice(None))
+
+    side = engine().scheduler
+    request = SimpleNamespace(request_id="r", block_hashes=[])
+    tracked = side._track(request)
+    for number in range(1000):
+        request.block_hashes.append(Hash(number.to_bytes(32, "big")))
+        assert len(side._hashes(tracked, 0)) == number + 1
+    assert len(made) == 1000
 
 
 def test_groups_of_different_blocks(engine: Any) -> None:
