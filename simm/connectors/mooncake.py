@@ -46,7 +46,7 @@ from ..sdk.batch import LargeValue
 from ..sdk.ops.parts import pieces_of, ranges_of
 from ..wire.status import Status
 from .complaints import Complaints
-from .keyspace import Keyspace
+from .keyspace import NOT_FLUSHED, Keyspace
 from .keyspace import replace as replaced
 from .mooncake_sessions import Held, Sessions
 from .mooncake_types import (
@@ -194,8 +194,10 @@ class MooncakeDistributedStore:
 
     def close(self) -> int:
         """Close the connection; return 0. Twice is harmless."""
-        client, self._client, self._keys = self._client, None, None
-        self._user = None  # what it has of its caller
+        client, keys = self._client, self._keys
+        self._client = self._keys = self._user = None  # also what it has of its caller
+        if keys is not None:
+            keys.close()
         with self._lock:
             spans, self._registered = list(self._registered.values()), {}
         self._sessions.end_all()
@@ -533,8 +535,10 @@ class MooncakeDistributedStore:
 
     @_guarded(invalid, unreached)
     def remove_all(self, force: bool = False) -> int:
-        """Make all that was stored in this namespace and tenant unreadable; return 0, or -900 if others do not know."""
-        return OK if self._ready()[1].flush() else RPC_FAIL
+        """Make all that was stored in this namespace and tenant unreadable; return 0, or -900 until others know."""
+        if not (seen := self._ready()[1].flush_until_seen()):
+            log.warning("remove_all has not reached other engines: %s", NOT_FLUSHED)
+        return OK if seen else RPC_FAIL
 
     def _names(self, keys: Sequence[str]) -> list[str] | None:
         """Return the keys as SiMM has them; None if nothing is known of any. Raises UsageError."""

@@ -12,6 +12,7 @@ import pytest
 
 from simm.connectors import keyspace
 from simm.connectors.keyspace import Keyspace
+from simm.connectors.mooncake import MooncakeDistributedStore
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_sglang, fake_vllm_tier
 from tests.support.ended import ended
@@ -411,7 +412,17 @@ def clear_of_sglang(client: FakeClient, store: FakeStore) -> tuple[Keyspace, Cal
     return backend._keyspace, backend.close
 
 
-@pytest.mark.parametrize("begin", [reset_of_a_connector, reset_of_a_tier, clear_of_sglang])
+def remove_all_of_mooncake(client: FakeClient, store: FakeStore) -> tuple[Keyspace, Callable[[], object]]:
+    made = MooncakeDistributedStore()
+    made.use(client)
+    space = made._keys
+    assert space is not None and made.put("k", b"before") == 0
+    store.unavailable = True
+    assert made.remove_all() == -900
+    return space, made.close
+
+
+@pytest.mark.parametrize("begin", [reset_of_a_connector, reset_of_a_tier, clear_of_sglang, remove_all_of_mooncake])
 def test_an_idle_engines_reset_reaches_the_others(
     client: FakeClient, store: FakeStore, begin: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,4 +435,4 @@ def test_an_idle_engines_reset_reaches_the_others(
         store.unavailable = False
         wait_until(lambda: int(reader.generation() or "0", 16) >= known, "the generation of the flush")
     end()
-    assert space._closed
+    assert space._closed and (space._thread is None or not space._thread.is_alive())
