@@ -76,6 +76,10 @@ _OF_HEADS: Final = frozenset(("head_num", "element_dim", "size_per_token"))
 _SHARDED: Final = frozenset(("mamba",))
 #: Options of ``--hicache-storage-backend-extra-config`` that are ours; the others are SGLang's.
 _OPTIONS: Final = ("manager_address", "namespace", "model", "salt", "weight_version", "deadline_ms")
+_OF_SGLANG: Final = frozenset((
+    "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "tp_lcm_size",
+    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+))  # fmt: skip
 
 
 class _Batch(NamedTuple):
@@ -140,6 +144,8 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         extra = dict(getattr(storage_config, "extra_config", None) or {})
         self._config = storage_config
         self._options = {name: extra[name] for name in _OPTIONS if extra.get(name) not in (None, "")}
+        if unknown := sorted(set(extra) - {*_OPTIONS, *_OF_SGLANG}):  # of another SGLang, or mistyped
+            log.warning("the extra config has %s, which has no effect in SiMM: see its options %s", unknown, _OPTIONS)
         self.complain = Complaints(log)
         self._owns = client is None
         self._client = client or self._connect()
@@ -307,7 +313,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if batch is None:
             return [[False] * len(hashes) for _, hashes in wanted]
         found = self._client.exists_digests(batch.digests) if batch.digests else []
-        return [of_pages(found[start:end], pool.values) for pool, start, end in batch.extents]
+        return _of_pools(batch, found)
 
     def _read(self, wanted: Sequence[_Wanted]) -> list[list[bool]]:
         """Copy pages to their pools; return for each which of its pages are there now."""
@@ -318,8 +324,9 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         began = time.perf_counter()
         good = self._get(batch.digests, sinks_of(values))
         done = sum(size for (_, pieces), ok in zip(values, good) if ok for _, size in pieces)
-        self._note("prefetch", sum(len(hashes) for _, hashes, _ in wanted), done, began)
-        return [of_pages(good[start:end], pool.values) for pool, start, end in batch.extents]
+        found = _of_pools(batch, good)
+        self._note("prefetch", sum(map(sum, found)), done, began)
+        return found
 
     def _get(self, digests: list[bytes], sinks: list[Span]) -> list[bool]:
         """Copy values to their memory; return which came whole. One of another size is dropped: it is none of ours."""
@@ -343,6 +350,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return [[False] * len(hashes) for _, hashes, _ in wanted]
         values = [(pool, each) for pool, _, pieces in wanted for each in pieces]
         good = self._client.exists_digests(batch.digests) if batch.digests else []
+        before = _of_pools(batch, good)
         missing = [at for at, there in enumerate(good) if not there]
         began = time.perf_counter()
         fits = []
@@ -357,8 +365,9 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._put(batch.digests, fits, [source(*values[at]) for at in fits], good)
         self._tell(*batch.of)
         done = sum(size for at in fits if good[at] for _, size in values[at][1])
-        self._note("backup", len(fits), done, began)
-        return [of_pages(good[start:end], pool.values) for pool, start, end in batch.extents]
+        now = _of_pools(batch, good)
+        self._note("backup", sum(map(sum, now)) - sum(map(sum, before)), done, began)
+        return now
 
     def _put(self, digests: list[bytes], positions: list[int], sources: list[Span], good: list[bool]) -> None:
         """Store values at these positions, and set ``good`` there for those that are."""
@@ -551,6 +560,11 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
 #: Lists of SGLang's StorageMetrics.
 _STATISTICS: Final = ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
+
+
+def _of_pools(batch: _Batch, values: list[bool]) -> list[list[bool]]:
+    """Return for each pool and page whether all of its values are true."""
+    return [of_pages(values[start:end], pool.values) for pool, start, end in batch.extents]
 
 
 def _served(*names: str) -> dict[str, Any]:

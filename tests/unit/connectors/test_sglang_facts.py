@@ -153,3 +153,12 @@ def test_of_several_pools_routers_are_told_nothing(engine: Engines, name: PoolNa
         assert each._registrar.settled(WAIT_S)
     assert [len(registry.registered(engine.client, model)) for model in ("plain", "hybrid")] == [1, 0]
     assert engine(name, model_name="hybrid", tp_rank=1, tp_size=2)._schemes("v", "1") == [], "the first rank says why"
+
+
+def test_issue_a_name_that_is_no_option_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A mistyped weight_version was ignored, and pages of other weights were found. SGLang has names there, too."""
+    for extra in ({"weight_version": "2", "backend_name": "simm", "interface_v1": 1}, {"weight-version": "2"}):
+        with fake_sglang.install(Served()) as module, FakeClient() as client:
+            module.HiCacheSimm(Config(extra_config=extra), client=client).close()
+        told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+        assert len(told) == ("weight-version" in extra) and all("weight-version" in each for each in told)
