@@ -19,8 +19,8 @@ The owner's answer, which only ``ShardWords.status_of_miss`` gives, ends the que
 After a refresh, or when the map has changed in the meantime, the read starts over at the new owner, at most ``HOPS``
 times. Then it is a miss. So is a key whose owner cannot be asked, which is counted as an outage.
 
-The client (``sdk/reads.py``), a stream (``server/stream.py``) and the simulator (``sim/client.py``) run these rules and
-contain none of their own.
+The client (``sdk/reads.py``), a stream (``server/stream_get.py``) and the simulator (``sim/client.py``) run these rules
+and contain none of their own.
 
 What can go wrong, and what we chose
 ====================================

@@ -177,8 +177,10 @@ class Served(Totals):
     ) -> None:
         """Count a FETCH that is answered with ``size`` bytes; ``torn``: values that changed meanwhile.
 
-        Keys for which the client has to ask elsewhere, or again, are not counted.
+        Keys for which the client has to ask elsewhere, or again, are not counted. Without ``statuses`` it was no get.
         """
+        if not statuses:
+            return
         counters = self.counters(namespace)
         counters[Word.MOVED_HITS if previous else Word.BATCH_HITS] += statuses.count(Status.OK) - torn
         counters[Word.MOVING if previous else Word.ABSENT] += statuses.count(Status.NOT_FOUND)

@@ -31,12 +31,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
+from ..arena.hashing import check_namespace
 from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH, Word
 from ..arena.reader import ArenaReader, Located
-from ..cluster.lookup import ASK_OWNER, miss_status
 from ..config.tokens import Token
 from ..errors import RemoteProtocolError, SegmentError, UsageError
 from ..host.parts import pieces
@@ -56,10 +56,10 @@ from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_ope
 from ..wire.keep_messages import Keep, Marks
 from ..wire.messages import Status
 from ..wire.ranges import ranges_by_key
-from ..wire.shard_set import EPOCH_MASK, shards_in
+from ..wire.shard_set import EPOCH_MASK, FROZEN, MOVING, shards_in
 from .requests.groups import group_for
 from .requests.tracing import Traced, serve
-from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, exist, locate_many
+from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, exist, locate_many, look_up
 from .stream_put import Receiving
 from .worker_session import WorkerSessionKeeper
 
@@ -211,7 +211,8 @@ class Stream(Service):
         elif isinstance(msg, Group):
             are_own = partial(self._are_own, state) if state.gate.bound else None
             ask = partial(self.keeper.statuses, peer=peer, cluster=state.cluster)
-            peer.send_message(group_for(msg, are_own, ask), frame.request_id)
+            missed = partial(self._missed, moving=Status.NOT_FOUND)
+            peer.send_message(group_for(msg, are_own, missed, ask), frame.request_id)
         elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -232,6 +233,11 @@ class Stream(Service):
         proto = accept(msg, "server", state.gate)
         if isinstance(proto, Refusal):
             peer.refuse(request_id, proto.text, proto.status)
+            return
+        try:
+            check_namespace(msg.namespace)
+        except UsageError as exc:
+            peer.refuse(request_id, str(exc), Status.BAD_REQUEST)
             return
         state.role, state.cluster, state.namespace = msg.role, msg.cluster, msg.namespace
         if msg.role == M.Role.CLIENT:
@@ -262,9 +268,9 @@ class Stream(Service):
         entries: list[tuple[int, int, int, int]] = []
         todo: list[Part] = []
         total = 0
-        for position, ((digest, most), (status, since, found)) in enumerate(
-            zip(msg.keys, self._find(state, reader, [digest for digest, _ in msg.keys], previous))
-        ):
+        gets = any(most for _, most in msg.keys)  # else it asks for sizes only, and gets no value
+        looked = self._find(state, reader, [digest for digest, _ in msg.keys], previous, touch=gets)
+        for position, ((digest, most), (status, since, found)) in enumerate(zip(msg.keys, looked)):
             if found is None or reader is None:
                 entries.append((status, 0, since & 0xFFFF_FFFF, since >> 32))
             elif found.length > most:
@@ -273,7 +279,7 @@ class Stream(Service):
                 entries.append((Status.OK, found.flags, found.length, found.crc))
                 todo.append((position, digest, found, reader.value(found)))
                 total += found.length
-        self._answer(peer, state, request_id, entries, todo, total, previous)
+        self._answer(peer, state, request_id, entries, todo, total, previous, gets=gets)
 
     def _fetch_ranges(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.FetchRanges) -> None:
         by_key = ranges_by_key(msg)
@@ -343,23 +349,26 @@ class Stream(Service):
                 self.leases.lapse(lease)
 
     def _find(
-        self, state: ConnectionState, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool
-    ) -> list[tuple[int, int, Located | None]]:
-        """Do :meth:`_lookup`, and find none of another namespace's values where that matters."""
-        looked = self._lookup(reader, digests, previous)
+        self, state: ConnectionState, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool,
+        *, touch: bool = True,
+    ) -> list[tuple[int, int, Located | None]]:  # fmt: skip
+        """Do :func:`look_up`, and find none of another namespace's values where that matters."""
+        looked = look_up(self.keeper, reader, digests, previous, touch=touch)
         bound = state.gate.bound
         special = ENTRY_BOUND | ENTRY_EPOCH
         if reader is not None and any(at is not None and (bound or at.flags & special) for _, _, at in looked):
+            own = cache(partial(self._own_number, state))
             for position, (_, _, at) in enumerate(looked):
-                if at is not None and (self._is_foreign(state, reader, at) or not _current(state, reader, at)):
+                if at is not None and (self._is_foreign(state, reader, at, own) or not _current(state, reader, at)):
                     looked[position] = (Status.NOT_FOUND, 0, None)
         return looked
 
     def _answer(
         self, peer: Peer, state: ConnectionState, request_id: int, entries: list[tuple[int, int, int, int]],
         todo: Iterable[Part], total: int, previous: bool, leased: Sequence[Leased | None] | None = None,
+        *, gets: bool = True,
     ) -> None:  # fmt: skip
-        """Send FETCHED, the bytes of ``todo``, ``total`` in all, and the verdict."""
+        """Send FETCHED, the bytes of ``todo``, ``total`` in all, and the verdict. Count it if it ``gets`` values."""
         head = reply(M.Fetched(entries), request_id)
         bound, moving = state.gate.bound, state.role == M.Role.MOVER
         sending = Sending(
@@ -371,35 +380,13 @@ class Stream(Service):
             parts += [self._copied(sending, each, each[3]) for each in todo]
             parts.append(reply(M.Verdict(sending.verdicts), request_id))
             peer.send(b"".join(parts))
-            self._count_get(state, sending)
+            self._count_get(state, sending, gets)
             return
         peer.bulk = True  # nothing more is parsed until the verdict is out
         state.sending = sending
         peer.send(head)
         if not peer.out:
             self._pump(peer, state, sending)
-
-    def _lookup(
-        self, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool
-    ) -> list[tuple[int, int, Located | None]]:
-        """Return (status, epoch with PREVIOUS, location) for each digest.
-
-        Asks the worker once, about all misses for which that is needed.
-        """
-        if reader is None:
-            return [(Status.UNAVAILABLE, 0, None)] * len(digests)
-        looked = locate_many(reader, digests, previous)
-        asked = [position for position, (status, _, _) in enumerate(looked) if status == ASK_OWNER]
-        if asked:
-            answers = self.keeper.resolve_misses([digests[position] for position in asked])
-            for position, (status, since) in zip(asked, answers):
-                looked[position] = (status, since, None)
-            # Copied in between the two looks.
-            again = [position for position in asked if looked[position][0] == Status.OK]
-            found = locate_many(reader, [digests[position] for position in again], previous, asked=True)
-            for position, each in zip(again, found):
-                looked[position] = each
-        return looked
 
     def _copied(self, sending: Sending, each: Part, piece: memoryview | bytes) -> bytes:
         """Return a copy of a piece of a part, after its verdict; zeros for a bound client if that is TORN."""
@@ -409,27 +396,33 @@ class Stream(Service):
             self._judge(sending, position, digest, found)
         return bytes(len(data)) if sending.bound and sending.verdicts[position] != Status.OK else data
 
-    def _is_foreign(self, state: ConnectionState, reader: ArenaReader, found: Located) -> bool:
+    def _own_number(self, state: ConnectionState) -> int:
+        """Return the id of the client's namespace, -1 if the worker tells none. It may cost an exchange."""
+        try:
+            return self.keeper.namespace(state.namespace)
+        except Refused:
+            return -1
+
+    @staticmethod
+    def _is_foreign(state: ConnectionState, reader: ArenaReader, found: Located, own: Callable[[], int]) -> bool:
         """Return True if an entry is none of the client's namespace, as far as that must be known.
 
         It must be for a client that is bound to it, and of an entry that such a client has stored: a digest is what
         its sender says, and any namespace's. One that has changed is foreign too: its slot may be another's by now.
+        ``own``: returns :meth:`_own_number`, and asks once for all keys of a request.
         """
         if state.role == M.Role.MOVER or not (state.gate.bound or found.flags & ENTRY_BOUND):
             return False
-        try:
-            own = reader.namespace_of(found.slot) == self.keeper.namespace(state.namespace)
-        except Refused:
-            return True
-        return not own or not reader.holds(found)
+        return reader.namespace_of(found.slot) != own() or not reader.holds(found)
 
     def _are_own(self, state: ConnectionState, digests: Sequence[bytes]) -> list[bool]:
         """Return for each digest whether it is stored, and of the client's namespace."""
         if (reader := self.keeper.arena()) is None:
             return [False] * len(digests)
+        own = cache(partial(self._own_number, state))
         return [
-            found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
-            for _, _, found in locate_many(reader, digests, True)
+            found is not None and not self._is_foreign(state, reader, found, own) and _current(state, reader, found)
+            for _, _, found in locate_many(reader, digests, True, touch=False)
         ]
 
     def _exists(self, state: ConnectionState, digests: list[bytes]) -> list[int]:
@@ -444,16 +437,25 @@ class Stream(Service):
         if not state.gate.bound:
             return self.keeper.statuses(msg, peer, state.cluster)
         digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else items
-        reader = self.keeper.arena()
-        if reader is None:
-            return [Status.UNAVAILABLE] * len(digests)
-        missing = [miss_status(reader.shard_word(digest)) for digest in digests]
-        statuses = [Status.UNAVAILABLE if status == ASK_OWNER else status for status in missing]
+        moving = Status.PREVIOUS if isinstance(msg, Keep) else Status.UNAVAILABLE
+        statuses = [self._missed(digest, moving) for digest in digests]
         mine = [at for at, own in enumerate(self._are_own(state, digests)) if own]
         kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
         for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), peer, state.cluster)):
             statuses[at] = status
         return statuses
+
+    def _missed(self, digest: bytes, moving: int) -> int:
+        """Return what a mutation says of a key of which a bound client has no value here: by its shard alone.
+
+        ``moving``: of a shard that is moving in, whose values may be at the previous owner.
+        """
+        if (reader := self.keeper.arena()) is None:
+            return Status.UNAVAILABLE
+        word = reader.shard_word(digest)
+        if not 0 < word < FROZEN:
+            return Status.WRONG_OWNER
+        return moving if word & MOVING else Status.NOT_FOUND
 
     def _judge(self, sending: Sending, position: int, digest: bytes, found: Located) -> None:
         leased = sending.leased[position] if sending.leased is not None else None
@@ -529,8 +531,9 @@ class Stream(Service):
         if state.sending is not None:
             self._pump(peer, state, state.sending)
 
-    def _count_get(self, state: ConnectionState, sending: Sending) -> None:
-        statuses, torn = [entry[0] for entry in sending.entries], sending.verdicts.count(Status.TORN)
+    def _count_get(self, state: ConnectionState, sending: Sending, gets: bool = True) -> None:
+        statuses = [entry[0] for entry in sending.entries] if gets else []
+        torn = sending.verdicts.count(Status.TORN)
         state.counted.fetched(state.namespace, statuses, torn, sending.size, state.began, sending.previous)
 
     # -- the rest -----------------------------------------------------------------------------------

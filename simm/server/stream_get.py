@@ -238,9 +238,11 @@ class Sending:
 
 
 def locate_many(
-    reader: ArenaReader, digests: Sequence[bytes], previous: bool, *, asked: bool = False
+    reader: ArenaReader, digests: Sequence[bytes], previous: bool, *, asked: bool = False, touch: bool = True
 ) -> list[tuple[int, int, Located | None]]:
     """Return (status, 0, location) for each digest: ASK_OWNER if the worker must be asked, unless it was ``asked``.
+
+    Hits count as used for the eviction policy if ``touch``: not where nobody wants the values.
 
     Waits for slots that the worker is writing: 2 ms at most for all of them together, as it does so in the loop's
     thread, and a worker that stands still leaves up to thousands. Plain hits take the fewest steps.
@@ -257,16 +259,17 @@ def locate_many(
             unsettled.append(len(looked))
             found = None
         if found is not None and found.length and (0 < shard_word(digest) < FROZEN):
-            visited[found.slot] = 1
+            if touch:
+                visited[found.slot] = 1
             looked.append((_OK, 0, found))
         else:
-            looked.append(_verdict(reader, digest, found, previous, asked))
+            looked.append(_verdict(reader, digest, found, previous, asked, touch))
     for _ in range(SETTLE_TRIES if unsettled else 0):
         time.sleep(SETTLE_S)
         waiting, unsettled = unsettled, []
         for at in waiting:
             try:
-                looked[at] = _verdict(reader, digests[at], find(digests[at]), previous, asked)
+                looked[at] = _verdict(reader, digests[at], find(digests[at]), previous, asked, touch)
             except Unsettled:
                 unsettled.append(at)
         if not unsettled:
@@ -277,12 +280,35 @@ def locate_many(
     return looked
 
 
+def look_up(
+    keeper: WorkerSessionKeeper, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool, *, touch: bool
+) -> list[tuple[int, int, Located | None]]:
+    """Return (status, epoch with PREVIOUS, location) for each digest; ``touch`` as for :func:`locate_many`.
+
+    Asks the worker once, about all misses for which that is needed.
+    """
+    if reader is None:
+        return [(Status.UNAVAILABLE, 0, None)] * len(digests)
+    looked = locate_many(reader, digests, previous, touch=touch)
+    asked = [position for position, (status, _, _) in enumerate(looked) if status == ASK_OWNER]
+    if asked:
+        answers = keeper.resolve_misses([digests[position] for position in asked])
+        for position, (status, since) in zip(asked, answers):
+            looked[position] = (status, since, None)
+        # Copied in between the two looks.
+        again = [position for position in asked if looked[position][0] == Status.OK]
+        found = locate_many(reader, [digests[position] for position in again], previous, asked=True, touch=touch)
+        for position, each in zip(again, found):
+            looked[position] = each
+    return looked
+
+
 def _locate_key(reader: ArenaReader, digest: bytes) -> Located | None:
     return reader.locate(digest) if digest != ZERO_DIGEST else None
 
 
 def _verdict(
-    reader: ArenaReader, digest: bytes, found: Located | None, previous: bool, asked: bool
+    reader: ArenaReader, digest: bytes, found: Located | None, previous: bool, asked: bool, touch: bool
 ) -> tuple[int, int, Located | None]:
     """Return what :func:`locate_many` does for an entry that was found, or None."""
     if found is not None and not found.length:
@@ -293,7 +319,8 @@ def _verdict(
             return previous_status(word), 0, None
     elif found is None or not 0 < word < FROZEN:
         return miss_status(word, asked=asked), 0, None
-    reader.touch(found.slot)
+    if touch:
+        reader.touch(found.slot)
     return Status.OK, 0, found
 
 

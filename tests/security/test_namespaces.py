@@ -26,6 +26,7 @@ from simm.sdk.path import ClientContext
 from simm.sdk.tcp import TcpPath
 from simm.server import worker_session
 from simm.server.stream import Stream
+from simm.server.worker_session import WorkerSessionKeeper
 from simm.wire import epoch_messages as E
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
@@ -340,6 +341,53 @@ def test_a_bound_client_deletes_nothing_that_a_previous_owner_may_have(worker: W
     assert free.statuses(M.Delete, [digest_of("k")]) == [Status.OK], "the control: one that is not bound does"
     with worker.frozen() as store:
         assert digest_of("k") in store.shard_words.dropped
+
+
+@pytest.mark.quick
+def test_issue_what_a_bound_client_wants_of_a_shard_that_moves_is_tried_again(
+    worker: WorkerThread, connect: Opener
+) -> None:
+    """It failed at once, where that of other clients waits for the shard. By the shard alone: it learns of no value."""
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    away, coming, here = ([digest_of(f"{{{shard}}}{number}") for number in "12"] for shard in ("a", "b", "c"))
+    assert put(free, "{b}1", b"blue's") == put(free, "{c}1", b"blue's") == Status.OK
+    with worker.frozen() as store:
+        store.shards[shard_of(away[0])] = 0
+        store.shards[shard_of(coming[0])] |= MOVING
+        store.shard_words.moving += 1
+    keep = partial(Keep, 1, 60)
+    for path in (red, free):
+        for kind in (keep, M.Delete, lambda some: M.DeleteSized([(each, 5) for each in some])):
+            assert path.statuses(kind, away) == [Status.WRONG_OWNER] * 2
+        assert path.group([[away]]) == [Status.WRONG_OWNER] and path.group([[coming]]) == [Status.NOT_FOUND]
+    assert red.statuses(keep, coming) == [Status.PREVIOUS] * 2, "whether a value of others is here or not"
+    assert free.statuses(keep, coming) == [Status.OK, Status.PREVIOUS]
+    assert red.statuses(M.Delete, coming) == [Status.UNAVAILABLE] * 2
+    assert red.statuses(keep, here) == red.statuses(M.Delete, here) == [Status.NOT_FOUND] * 2
+
+
+@pytest.mark.quick
+def test_issue_a_name_without_a_number_is_asked_for_once_for_all_keys(
+    connect: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream asked its worker for each key of a request, and served nobody else meanwhile."""
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "new")
+    assert put(red, "k", b"red's") == Status.OK
+    asked: list[str] = []
+    exchange = WorkerSessionKeeper.exchange
+
+    def full(keeper: WorkerSessionKeeper, msg: Any, *more: Any) -> Any:
+        if isinstance(msg, M.Namespace):
+            asked.append(msg.name)
+            raise Refused(Status.NO_SPACE, "the ledger is full of names")
+        return exchange(keeper, msg, *more)
+
+    monkeypatch.setattr(WorkerSessionKeeper, "exchange", full)
+    digests = [digest_of("k")] * 50
+    answers = free.fetch([(digest, 64, lambda length: memoryview(bytearray(length))) for digest in digests])
+    assert [status for status, *_ in answers] == [Status.NOT_FOUND] * 50 and asked == ["new"]
+    assert free.exists(digests) == [Status.NOT_FOUND] * 50 and asked == ["new"] * 2
+    assert get(red, "k") == b"red's", "the control: its number is known"
 
 
 @pytest.mark.quick

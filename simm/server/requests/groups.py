@@ -25,20 +25,23 @@ def group(store: Store, msg: Group, mover: int = 0) -> M.Statuses:
 
 
 def group_for(
-    msg: Group, are_own: Callable[[Sequence[bytes]], list[bool]] | None, ask: Callable[[Group], list[int]]
-) -> M.Statuses:
+    msg: Group, are_own: Callable[[Sequence[bytes]], list[bool]] | None, missed: Callable[[bytes], int],
+    ask: Callable[[Group], list[int]],
+) -> M.Statuses:  # fmt: skip
     """Carry GROUP out for a client of a stream. Raise RemoteProtocolError for a malformed one.
 
     Args:
         msg: the request.
         are_own: returns for each digest whether it is stored and of the client's namespace; None for a client of any.
             What is not is not there for it.
+        missed: returns the status of a group that begins with a digest, if it has a value that is not there.
         ask: asks the worker.
     """
     groups = groups_in(msg)
     statuses: list[int] = [Status.NOT_FOUND] * len(groups)
     mine = list(range(len(groups)))
     if are_own is not None:
+        statuses = [missed(digests[0]) for digests in groups]
         own = are_own([digest for digests in groups for digest in digests])
         ends = list(itertools.accumulate(map(len, groups)))
         mine = [at for at, end in enumerate(ends) if all(own[end - len(groups[at]) : end])]

@@ -23,7 +23,7 @@ from simm.ipc.patience import Patience
 from simm.sdk.batch import MISS
 from simm.sdk.reads import Gets
 from simm.server import worker_session
-from simm.server.stream import Stream
+from simm.server.stream_get import look_up
 from simm.sim.client import Ask, Found
 from simm.sim.client import Client as SimulatedClient
 from simm.wire import messages as M
@@ -283,8 +283,8 @@ def by_the_stream(case: tuple[Any, ...]) -> tuple[int, int, bool]:
         locate=lambda _digest: SimpleNamespace(slot=0, length=1) if (then if asked else at_first) else None,
         shard_word=lambda _digest: word, touch=lambda _slot: None, visited=bytearray(1),
     )  # fmt: skip
-    stream: Any = SimpleNamespace(keeper=SimpleNamespace(resolve_misses=resolve_misses))
-    status, epoch, found = Stream._lookup(stream, reader, [DIGEST], previous)[0]
+    keeper: Any = SimpleNamespace(resolve_misses=resolve_misses)
+    status, epoch, found = look_up(keeper, reader, [DIGEST], previous, touch=True)[0]
     return status, epoch, found is not None
 
 
@@ -314,8 +314,8 @@ def test_the_stream_asks_a_worker_that_was_interrupted_in_a_slot(
     reader: Any = SimpleNamespace(
         locate=find, shard_word=lambda _digest: SINCE, touch=lambda _slot: None, visited=bytearray(1)
     )
-    stream: Any = SimpleNamespace(keeper=SimpleNamespace(resolve_misses=resolve_misses))
-    ((found, _, location),) = Stream._lookup(stream, reader, [DIGEST], False)
+    keeper: Any = SimpleNamespace(resolve_misses=resolve_misses)
+    ((found, _, location),) = look_up(keeper, reader, [DIGEST], False, touch=True)
     assert (found, asked) == (status, [DIGEST]) and (location is not None) == (status == Status.OK)
 
 

@@ -103,7 +103,7 @@ def fetched(channel: Channel, number: int, size: int) -> tuple[Any, bytes, Any]:
     return head, bytes(data), channel.result(channel.wait(number))
 
 
-@pytest.mark.parametrize("most", [len(VALUE), 5], ids=["in pieces", "at once"])
+@pytest.mark.parametrize("most", [len(VALUE), 5, 0], ids=["in pieces", "at once", "its size only"])
 def test_a_stream_answers_as_without_and_then_says_what_it_took(
     cluster: FakeCluster, stream: Channel, most: int
 ) -> None:
