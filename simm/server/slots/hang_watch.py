@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..children import WorkerSlot
+from ..children import Supervised, WorkerSlot
 
 log = logging.getLogger("simm.dataserver")
 
@@ -23,8 +23,8 @@ class HangWatch:
     def __init__(self, slots: Sequence[WorkerSlot], looks: int) -> None:
         self._slots = slots
         self._looks = max(1, looks)
-        #: By name: when it last answered, and the number of looks since.
-        self._silent: dict[str, tuple[float, int]] = {}
+        #: When each last answered, and the number of looks since. Streams of one worker have the same name.
+        self._silent: dict[Supervised, tuple[float, int]] = {}
 
     def maintain(self) -> bool:
         """Look at all processes. Return False if one that was killed is still there: no restart of it can help."""
@@ -32,9 +32,9 @@ class HangWatch:
         for slot in self._slots:
             for process in (slot.worker, *slot.streams):
                 serves = process.child is not None and (slot.ready or process is not slot.worker)
-                last_seen, looks = self._silent.get(process.name, (-1.0, 0))
+                last_seen, looks = self._silent.get(process, (-1.0, 0))
                 looks = looks + 1 if serves and process.last_seen == last_seen else 0
-                self._silent[process.name] = process.last_seen, looks
+                self._silent[process] = process.last_seen, looks
                 if looks == self._looks and process.child is not None:
                     log.error("%s (process %d) hangs: ending it", process.name, process.child.pid)
                     process.kill()

@@ -75,6 +75,17 @@ def test_who_hangs_is_ended_once_and_its_successor_starts_afresh(slot: FakeSlot,
     assert (hung.kills, other.kills) == (1, 0)
 
 
+def test_issue_a_stream_that_hangs_is_ended_beside_others_of_its_worker(slot: FakeSlot) -> None:
+    """They have the same name, and the others' answers counted as its own."""
+    hangs = watch(slot)
+    hung, other = slot.streams[0], FakeProcess(slot.streams[0].name)
+    slot.streams.append(other)
+    for at in range(4):
+        slot.worker.last_seen = other.last_seen = at + 1.0
+        assert hangs.maintain()
+    assert (hung.kills, other.kills) == (1, 0)
+
+
 def test_who_does_not_go_is_no_sign_of_life(slot: FakeSlot) -> None:
     hangs = watch(slot)
     assert [hangs.maintain() for _ in range(6)] == [True, True, True, True, False, False]
