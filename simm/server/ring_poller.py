@@ -56,7 +56,7 @@ class RingClient(Protocol):
     session: Session | None
     ring: Ring | None
     withdrawals: Withdrawals | None
-    #: When the ring brought a request last, by the loop's clock.
+    #: When the ring brought a request last, or its client rang, by the loop's clock.
     ring_used: float
 
 
@@ -75,8 +75,8 @@ class RingPoller:
         #: Shortest window, seconds; 0 where it does not poll.
         self.poll_s = 0.0
         self.set_poll_us(poll_us)
-        #: Requests served by rings.
-        self.requests = 0
+        #: Requests served by rings; those of them that came as frames, and not as a COMMIT of one key.
+        self.requests = self.frames = 0
         #: Passes over the rings that found nothing. Rounds of ``_POLLS`` of them, and the seconds that these took.
         self._idle_passes = 0
         self._idle_rounds = 0
@@ -204,6 +204,7 @@ class RingPoller:
         if self.poll_s and not ring.words[BRIEF] and all(ring is not other for other, _ in self.active):
             ring.words[SLEEPING] = 0  # first: what is posted while this serves the ring needs no second KICK
             self.active.append((ring, peer))
+        connection.ring_used = self.loop.now  # or _retire_idle undoes it before what is announced has come
         for _ in range(SLOTS):  # what was there when the KICK was sent; a client that goes on posting has to wait
             if ring.words[TAIL] == ring.done:
                 break
@@ -222,6 +223,7 @@ class RingPoller:
                 ring.answer(self._commit_one(session, commit))
             elif (frame := ring.next_request()) is not None:
                 ring.answer(self._handle(peer, frame))
+                self.frames += 1
                 self._pending += len(frame.body) // _FRAME_BYTES
             else:
                 if ring.abandoned:

@@ -537,9 +537,10 @@ class Worker(Service):
         """Return the counters of the store and of the process; in ``detail`` also its clients."""
         store, loop, rings = self.store, self.loop, self.rings
         names = store.ledger.namespaces.names
+        requests = self.requests + rings.requests - rings.frames  # handle() has counted the frames of rings
         more = claims(store.sessions.by_id.values(), names, self.tally, self.settings, detail) if detail else {}
         return store.stats() | more | {
-            "pid": os.getpid(), "epoch": self.epoch, "stored_epoch": self.shards.stored, "requests": self.requests,
+            "pid": os.getpid(), "epoch": self.epoch, "stored_epoch": self.shards.stored, "requests": requests,
             "unreachable": self.unreachable, "mended": self._mender.mended, "ring_requests": rings.requests,
             "polled_idle_s": rings.idle_s, "namespaces": len(names), "namespaces_freed": self.sweeper.freed,
             "connections": len(loop.peers), "protocol_errors": loop.protocol_errors,

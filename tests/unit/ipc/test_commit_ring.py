@@ -202,6 +202,22 @@ def test_a_request_larger_than_a_slot_goes_by_socket(worker: WorkerThread) -> No
     session.close()
 
 
+def test_issue_requests_are_counted_by_whichever_way_they_come(worker: WorkerThread) -> None:
+    """Commits of one key by ring, which are most puts, were left out."""
+    session = worker.session()
+    with worker.frozen():
+        before = worker.worker.stats()
+    session.ask([(64, 100)])
+    for number in range(100):
+        grant = session.pool.take(64)
+        assert grant is not None
+        assert session.commit_one(digest_of(f"{number}"), grant[0], 64, 0, 0, 0, 0) == Status.OK
+    with worker.frozen():
+        more = {key: count - before[key] for key, count in worker.worker.stats().items() if key.endswith("requests")}
+    assert more["requests"] == more["ring_requests"] >= 101
+    session.close()
+
+
 def hostile(worker: WorkerThread) -> tuple[WorkerSession, Ring]:
     """A session whose ring's requests are written by hand."""
     session = worker.session()

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from simm.errors import CorruptionError
-from simm.ipc.commit_ring import TAIL, Ring
+from simm.ipc.commit_ring import SLEEPING, TAIL, Ring
 from simm.net.loop import Loop
 from simm.net.peer import Peer
-from simm.rpc import encode, reply
+from simm.rpc import Connection, encode, reply
 from simm.server import ring_poller
 from simm.server.ring_poller import RingPoller
 from simm.wire import messages as M
@@ -161,6 +161,38 @@ def test_corruption_ends_the_poller(bench: Bench) -> None:
     with pytest.raises(CorruptionError):
         bench.poller.run()
     assert bench.rings[0][0].words[TAIL] == 1
+
+
+def test_issue_a_ring_that_is_woken_stays_active_beside_a_busy_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was retired in the same round, as it had brought nothing for long, and the commit needed a KICK."""
+    monkeypatch.setattr(ring_poller, "avoid_cpu", lambda _: None)
+    bench.poller.poll_s = 3600.0
+    ring, peer = bench.poller.active.pop()
+    ring.words[SLEEPING] = 1
+    conn = Connection()
+    conn.receive_data(encode(M.Wake(0)))
+    wake = conn.next_frame()
+    assert wake is not None
+    real, actives = bench.loop.run_once, []
+
+    def run_once(timeout: float | None) -> int:
+        served = real(timeout)
+        actives.append([each for each, _ in bench.poller.active])
+        if len(actives) == 2:
+            bench.poller.on_doorbell(peer, wake)
+        elif len(actives) == 4:
+            bench.loop.stop()
+        return served
+
+    monkeypatch.setattr(bench.loop, "run_once", run_once)
+    bench.react = bench.post
+    bench.post(0)
+    bench.poller.run()
+    busy, idle = bench.rings[0][1], bench.rings[1][1]
+    assert actives == [[busy, idle], [busy], [busy, ring], [busy, ring]], "an idle one is retired"
+    assert ring.words[SLEEPING] == 0
 
 
 def test_polling_in_vain_is_counted_and_work_is_not(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
