@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arena.events.listing import PAGE_SLOTS, at_rest
 from ..arena.hashing import SHARD_MASK, split
@@ -47,7 +46,7 @@ class Lister:
         asked = np.zeros(SHARD_COUNT, np.bool_)
         asked[shards_in(shards)] = True
         asked &= np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES) >= np.uint64(FROZEN)
-        rows = self.at_rest(cursor, stop)
+        rows = at_rest(reader, cursor, stop)
         found = np.flatnonzero(
             (rows["offset"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)]
             & (rows["kept"] >> np.uint32(UNTIL_BITS) != NEAR)  # a copy is of use on this host only
@@ -73,20 +72,18 @@ class Lister:
         """Return the marks of these values, zeros for one that is not there. O(digests)."""
         reader = self.reader
         now = boottime_ns() // 1_000_000_000
-        entries = []
-        for digest, slot in zip(digests, reader.slots_of_many(digests) if digests else ()):
-            row = self.at_rest(slot, slot + 1)[0] if slot >= 0 else None
-            if row is None or (row["low"], row["high"]) != split(digest):
-                entries.append((0, 0, 0))
-                continue
-            how, until = unpack(int(row["kept"]))
-            left = min(until - now, KEEP_S_MAX)
-            entries.append((how, left, int(row["group"])) if how and left > 0 else (0, 0, int(row["group"])))
+        entries = [(0, 0, 0)] * len(digests)
+        slots = np.array(reader.slots_of_many(digests) if digests else (), np.int64)
+        found = np.flatnonzero(slots >= 0)
+        # All in one call: one for each would hold up the other clients of a stream for long.
+        rows = at_rest(reader, 0, reader.geometry.slots, slots[found])
+        columns = [rows[name].tolist() for name in ("low", "high", "kept", "group")]
+        for at, low, high, kept, group in zip(found.tolist(), *columns):
+            if (low, high) == split(digests[at]):
+                how, until = unpack(kept)
+                left = min(until - now, KEEP_S_MAX)
+                entries[at] = (how, left, group) if how and left > 0 else (0, 0, group)
         return Marked(entries)
-
-    def at_rest(self, start: int, stop: int) -> NDArray[np.void]:
-        """Return copies of the slots from ``start`` to before ``stop``. A slot in a write is all zeros."""
-        return at_rest(self.reader, start, stop)
 
     def names(self, numbers: list[int]) -> Mapping[int, str]:
         """Return the names of these namespace ids, without unknown ones."""
