@@ -153,7 +153,10 @@ class TargetWorker:
 
     @contextlib.contextmanager
     def session(self, namespace: str) -> Iterator[WorkerSession]:
-        """Lend a session of the namespace. Raises SessionRefused, WorkerLost."""
+        """Lend a session of the namespace, without grants once nobody uses it. Raises SessionRefused, WorkerLost.
+
+        Recalls of grants are read in exchanges only. The worker ends a session that leaves too many of them unread.
+        """
         with self._lock:
             kept = self._sessions.get(namespace)
             if kept is None:
@@ -166,8 +169,7 @@ class TargetWorker:
         try:
             yield kept.session
         finally:
-            with self._lock:
-                kept.users -= 1
+            self._leave(kept)
 
     def grants(self, session: WorkerSession, lengths: Sequence[int]) -> list[GrantTuple | None]:
         """Return a grant for each value, None where there is no room."""
@@ -188,8 +190,14 @@ class TargetWorker:
                 with _lost_without_worker():
                     return_idle(kept.session)
             finally:
-                with self._lock:
-                    kept.users -= 1
+                self._leave(kept)
+
+    def _leave(self, kept: _Kept) -> None:
+        """Give a session back. The last one to do so returns the grants in its pool. Raises WorkerLost."""
+        with self._lock, _lost_without_worker():  # nobody begins to use it meanwhile
+            kept.users -= 1
+            if not kept.users:
+                return_idle(kept.session)
 
     def close(self) -> None:
         """End all sessions, and return their grants."""

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.server_thread import WAIT_S, Liar, MoverThread, Pair, answer, digest_in, honest, pair, value_of
 from tests.support.waiting import wait_until
+from tests.support.worker_thread import WorkerThread
 
 SHARDS = list(range(64))
 VALUES = {digest_in(shard, shard): value_of(shard, 1000) for shard in range(8)}
@@ -183,12 +185,14 @@ def test_issue_an_impossible_length_is_left_out(world: Pair) -> None:
 # --- sessions of many namespaces -------------------------------------------------------------------
 
 
+GRANT = (1, 0, 4096)
+
+
 class Session:
-    """A session with a worker that answers RETURN_GRANTS when the test says so."""
+    """A session with a worker that answers RETURN_GRANTS when the test says so. Its pool is empty."""
 
     def __init__(self, waits: Callable[[], object]) -> None:
         self.pool: GrantPool[Any] = GrantPool()
-        self.pool.add([(1, 0, 4096)])
         self.waits = waits
         self.closed = False
 
@@ -214,8 +218,9 @@ def returned_while_another_opens(held: int) -> TargetWorker:
     waits = [hold if number == held else lambda: None for number in range(SESSIONS_MAX + held + 1)]
     target._open = lambda namespace: Session(waits[int(namespace)])
     for number in range(SESSIONS_MAX):
-        with target.session(str(number)):
+        with target.session(str(number)) as session:
             pass
+        session.pool.add([GRANT])
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(target.return_idle)
         try:
@@ -245,8 +250,30 @@ def test_a_worker_that_is_gone_is_lost() -> None:
     target: Any = TargetWorker.__new__(TargetWorker)
     target._lock, target._sessions = threading.Lock(), OrderedDict()
     target._open = lambda _: Session(lambda: None)
-    with target.session("one") as session:
+    with pytest.raises(WorkerLost), target.session("one") as session:
+        session.pool.add([GRANT])
         session.close()
+    session.pool.add([GRANT])
     with pytest.raises(WorkerLost):
         target.return_idle()
     assert not any(each.users for each in target._sessions.values())
+
+
+def test_issue_a_session_that_nobody_uses_holds_no_grants() -> None:
+    """The worker asked for them again and again, and nobody read that: in the end it closed the session."""
+    with WorkerThread() as worker, closing(TargetWorker(worker.path)) as target:
+        with target.session("a") as session:
+            (grant,) = target.grants(session, [4096])
+            assert grant is not None
+            session.pool.release(grant)
+            with target.session("a"):
+                pass
+            assert session.pool.stock(4096), "it is in use"
+        assert not session.pool.stock(4096)
+        with worker.frozen() as store:
+            assert not store.sessions.by_id[session.session].grants
+        with pytest.raises(TransportError, match="the source"), target.session("a") as session:
+            session.pool.add([grant for grant in target.grants(session, [4096]) if grant is not None])
+            assert session.pool.stock(4096)
+            raise TransportError("the source")
+        assert not session.pool.stock(4096) and not any(each.users for each in target._sessions.values())
