@@ -301,8 +301,9 @@ class Receiving:
         position = len(self.statuses)
         digest, length, crc, flags, _ = self.entries[position]
         if self.grant is None:
-            lacking = Status.NO_SPACE if self.keeper.session is not None else Status.UNAVAILABLE
-            self.statuses.append(self.refused or lacking)
+            session = self.keeper.session
+            there = session is not None and not session.broken
+            self.statuses.append(self.refused or (Status.NO_SPACE if there else Status.UNAVAILABLE))
         else:
             self.statuses.append(Status.UNAVAILABLE)  # until the commit says otherwise
             # A near copy is what a client on this host makes of another host's value: nothing that comes by TCP is one.

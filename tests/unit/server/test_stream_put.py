@@ -18,11 +18,12 @@ from simm.arena.hashing import Hasher
 from simm.arena.marks.near import COMMIT_NEAR
 from simm.cluster.assignment import DROP_ALL
 from simm.constants import KEEP_SOFT
-from simm.errors import PeerError
+from simm.errors import PeerError, TransportError
 from simm.ipc import answer_wait
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel
-from simm.server import worker_session
+from simm.rpc import encode
+from simm.server import stream_put, worker_session
 from simm.server.stream_put import Receiving
 from simm.wire import messages as M
 from simm.wire.group_messages import joined
@@ -304,4 +305,21 @@ def test_what_comes_by_tcp_is_no_near_copy() -> None:
             store.apply_pending()
             assert store.table.lookup(digest_of("value")) >= 0
             assert not store.near.counts["made"] and not store.space.kept.near_bytes
+        channel.close()
+
+
+def test_issue_a_store_whose_worker_dies_is_not_told_that_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client sent it again and again, for as long as it would wait for room."""
+
+    def dies(session: WorkerSession, *_: Any) -> None:
+        session.give_up("its worker has died")
+        raise TransportError("its worker has died")
+
+    monkeypatch.setattr(stream_put, "obtain", dies)
+    with WorkerThread() as worker, StreamThread(worker.path) as stream:
+        channel = stream.channel()
+        number = channel.next_id()
+        # In one piece: by the next turn of the loop there may be another session.
+        channel.sock.sendall(encode(M.Store([(digest_of("k"), 5, 0, 0, 0)]), number) + b"value")
+        assert channel.result(channel.wait(number)).statuses == [Status.UNAVAILABLE]
         channel.close()
