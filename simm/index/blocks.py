@@ -110,6 +110,7 @@ class Blocks:
                 self._live[lane] = False
                 self._dead.append(lane)
             source.lanes.clear()
+            source.sizes.clear()
             source.unpark_all()
             if len(self._dead) > DEAD_MAX:
                 self.sweep()
@@ -294,6 +295,7 @@ class Blocks:
         size = event.block_size or source.registration.block_size
         if size is None or len(event.tokens) != 4 * size * len(event.hashes):
             raise Missed("not the tokens of all blocks")
+        source.sizes[where.group, rank] = size
         source.pairs |= event.pairs
         todo = [] if event.rest and source.join(event, lane) else [Parked(event, rank, set())]
         while todo:

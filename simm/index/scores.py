@@ -41,6 +41,7 @@ _OF_TIERS: Final = [
     [(name, tier) for tier, name in enumerate(TIERS) if bits >> tier & 1] for bits in range(1 << len(TIERS))
 ]
 _NO_RUNS: Final = dict.fromkeys(TIERS, 0)
+_NO_BLOCKS: Final[Found] = (np.zeros(0, np.uint32), 0)
 
 
 @dataclass(slots=True)
@@ -166,9 +167,10 @@ def score(
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
         told = {each: _expected(each, space, np.asarray(keys, np.uint64), now) for each in sources if each.expected}
         unknown = sorted({medium for each in sources for medium in each.media})
+        wanted = {each: each.groups(space.block_size) for each in sources if len(each.sizes) > 1}
     matches: dict[str, Match] = {}
     pools: dict[str, list[tuple[Holder, _Bits]]] = {}
-    ranks: dict[tuple[Source, int], list[tuple[NDArray[np.uint32], int | None]]] = {}
+    ranks: dict[tuple[Source, int], list[Found]] = {}
     for holder, (counts, same) in found:
         registration = holder.source.registration
         if registration.store:
@@ -176,6 +178,8 @@ def score(
         elif endpoints is None or registration.instance in endpoints:
             ranks.setdefault((holder.source, holder.rank), []).append((counts, same))
     for (source, rank), mine in ranks.items():
+        if source in wanted and len(mine) < wanted[source][rank]:
+            mine = [_NO_BLOCKS]  # one of its groups has none in this space
         (counts, same), *others = mine
         if same is not None and not others and not (told and told.get(source)):
             name = source.registration.instance
@@ -202,7 +206,11 @@ def score(
             )
     shared = np.zeros(len(keys) if pools else 0)
     for pool, holders in pools.items():
-        together = np.logical_or.reduce([bits for _, bits in holders])
+        # Some members call the blocks by other names than the others, and have a prefix of another length.
+        together = np.zeros((max(len(bits) for _, bits in holders), len(TIERS)), np.bool_)
+        for _, bits in holders:
+            together[: len(bits)] |= bits
+        together = together[: run_of(np.asarray(together.any(axis=1)))]
         match = _match(matches, f"pool:{pool}", space)
         match.add(0, together, vector)
         for each in _arrays(match.weights):
@@ -219,15 +227,18 @@ def _found(
     index: Blocks, space: Space, keys: Sequence[int] | U64, names: Sequence[Sequence[int]],
     pairs: Sequence[int] | U64,
 ) -> list[tuple[Holder, Found]]:
-    """Return what each holder has, by what it calls the blocks. Under the index' lock."""
+    """Return what each holder has, by what it calls the blocks. Under the index' lock.
+
+    ``Source.stale`` changes without that: a source that was stale at the first look is left out.
+    """
     found = dict(index.match(space, keys))
     for mine in names:
         for holder, part in index.match(space, mine):
-            if holder.source.registration.hashed and len(part[0]) > len(found[holder][0]):
+            if holder in found and holder.source.registration.hashed and len(part[0]) > len(found[holder][0]):
                 found[holder] = part
     if len(pairs):
         for holder, part in index.match(space, pairs):
-            if holder.source.pairs and len(part[0]) > len(found[holder][0]):
+            if holder in found and holder.source.pairs and len(part[0]) > len(found[holder][0]):
                 found[holder] = part
     return list(found.items())
 

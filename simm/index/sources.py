@@ -193,6 +193,8 @@ class Source:
     registration: Registration
     #: (group, rank) -> the owner of its aliases.
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)
+    #: The same -> the size of the group's blocks, as it told last.
+    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
     holders: dict[tuple[Space, int, int, str], Holder] = field(default_factory=dict)
     #: Not counted now: what is known of it may be wrong.
     stale: bool = False
@@ -282,6 +284,10 @@ class Source:
             where.model or told.model, where.lora or told.lora, where.tenant or told.tenant, where.salt or told.salt,
             size,
         )  # fmt: skip
+
+    def groups(self, block_size: int) -> Counter[int]:
+        """Return by rank how many groups with full attention have blocks of this size. O(ranks x groups)."""
+        return Counter(rank for (_, rank), size in self.sizes.items() if size == block_size)
 
     def ignore(self, why: Ignored) -> None:
         """Count an event that does not count."""

@@ -299,6 +299,38 @@ def test_a_group_that_keeps_a_window_is_not_counted_and_all_others_must_agree() 
     assert source.ignored["not the tokens of all blocks"] == 1
 
 
+def test_nothing_counts_of_a_space_of_which_one_of_several_groups_has_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its event was refused, or it was forgotten for other spaces: the other group's blocks counted alone."""
+    monkeypatch.setattr(blocks_module, "HOLDERS_MAX", 5)
+    index = Blocks()
+    source, other = engine(index), engine(index, "B")
+    tokens, adapter = prompt(2), SPACE._replace(lora="x")
+    names = [21, 22]
+
+    def told(group: int, of: Sequence[int] = names, **more: Any) -> dict[str, Any]:
+        return stored(of, tokens, group_idx=group, kv_cache_spec_kind="full_attention", **more)
+
+    def found(space: Space) -> dict[str, int]:
+        return {name: each.blocks for name, each in asked(index, tokens, space).matches.items()}
+
+    smaller = {**told(2, [31, 32, 33, 34]), "block_size": SIZE // 2}
+    apply(index, source, told(0, [11, 12]), told(1, [11, 12]), smaller)
+    assert found(SPACE) == {"A": 2}, "blocks of another size are in another space"
+    apply(index, source, told(0, lora_name="x"))
+    apply(index, other, told(0, lora_name="x"))
+    assert found(adapter) == {"B": 2} and found(SPACE) == {"A": 2}
+    apply(index, source, told(1, lora_name="x"))
+    assert found(adapter) == {"A": 2, "B": 2}
+    apply(index, source, removed(names, group_idx=1))
+    assert found(adapter) == {"B": 2}
+    apply(index, source, told(0, [41, 42], lora_name="y"))
+    assert sum(each == adapter for each, *_ in source.holders) == 1 and found(adapter) == {"B": 2}
+    apply(index, source, {"type": "AllBlocksCleared"}, told(0))
+    assert found(SPACE) == {"A": 2}, "what is known of groups goes with all else"
+
+
 def test_a_part_of_a_block_is_left_out() -> None:
     """Of hybrid models vLLM tells of a prompt's last block while it fills: by the size of a hash, which is smaller."""
     index = Blocks()

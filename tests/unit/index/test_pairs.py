@@ -105,6 +105,46 @@ def test_plain_blocks_of_the_same_tokens_are_others() -> None:
     assert {name: each["longest_matched"] for name, each in answer.items()} == {"A": 2, "B": 4}
 
 
+def found_in(service: Service, tokens: list[int]) -> dict[str, int]:
+    body = {"model": "m", "token_ids": tokens, "block_size": 2}
+    answer = json.loads(service.posts["/query"](json.dumps(body).encode()).body)["default"]
+    return {name: each["longest_matched"] for name, each in answer.items()}
+
+
+def test_a_replay_that_ends_between_two_looks_of_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question failed: the publisher was in the second look alone, for its pairs."""
+    index = Blocks()
+    sources = [index.register(Registration(name, "m", "sglang", block_size=2)) for name in ("A", "B")]
+    for source in sources:
+        index.apply(source, decode(packed(stored([1, 2], [5, 6, 7, 8, 9], 2))).events)
+    sources[0].stale = True
+    real = index.match
+
+    def match(*arguments: Any) -> Any:
+        found = real(*arguments)
+        sources[0].stale = False
+        return found
+
+    monkeypatch.setattr(index, "match", match)
+    service = Service(index)
+    assert found_in(service, [5, 6, 7, 8, 9]) == {"B": 4}
+    assert found_in(service, [5, 6, 7, 8, 9]) == {"A": 4, "B": 4}
+
+
+@pytest.mark.parametrize("plain", [1, 2, 4])
+def test_a_pool_of_which_one_publisher_tells_pairs(plain: int) -> None:
+    """Questions failed where the prefix of pairs is longer than the other one."""
+    index = Blocks()
+    sources = [index.register(Registration(f"on {n}", "m", "mooncake", 2, pool="main", node=n)) for n in ("a", "b")]
+    tokens = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    index.apply(sources[0], decode(packed(stored([1, 2, 3], tokens[:7], 2))).events)
+    there = {**stored([1, 2, 3, 4][:plain], tokens, 2), "token_ids": tokens[: 2 * plain]}
+    index.apply(sources[1], decode(packed(there)).events)
+    found = found_in(Service(index), tokens)
+    assert found["pool:main"] == 2 * max(3, plain) and found["node:b"] == 2 * plain
+    assert found.get("node:a", 6) == 6
+
+
 def test_both_forms_of_events_may_have_pairs() -> None:
     event = stored([1, 2], [5, 6, 7, 8, 9], 2)
     array = ["BlockStored", event["block_hashes"], None, event["token_ids"], 2]
