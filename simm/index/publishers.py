@@ -366,7 +366,7 @@ class Publishers:
                     "a message of %r (%d so far)", link.stream.source.registration.instance, counts["failures"]
                 )
             link.end_replay()
-            link.stream.disconnected()
+            link.stream.failed()
 
     def _tick(self, now: float) -> None:
         for link in self._links.values():

@@ -99,6 +99,10 @@ class Stream:
         self._connected = False
         self._anew()
 
+    def failed(self) -> None:
+        """Note that something of this publisher was not applied, whatever it was. The connection is as it was."""
+        self._anew()
+
     def message(self, number: int, payload: bytes) -> int | None:
         """Take a message. Return the number from which a replay must begin, if one must."""
         if number <= self._live:
@@ -206,9 +210,10 @@ class Stream:
         kept = self._drop_kept()
         if not self.replaying:
             kept.clear()
-        self.replaying = self.aside = self.source.stale = False
+        self.replaying = self.aside = False
         for number, payload in kept:
             self._take(number, payload)
+        self.source.stale = False  # only now: these may have removed something
 
     def _anew(self) -> None:
         """Begin with a publisher of which nothing is known, nor which ranks it has.

@@ -257,6 +257,42 @@ def test_a_publisher_that_never_answers_is_asked_for_a_while(caplog: pytest.LogC
     assert stream.connected() == 0  # another process may answer
 
 
+def test_after_a_failure_a_publisher_is_asked_again_over_the_same_connection() -> None:
+    """It counted as disconnected, which nobody took back, and stayed stale until the connection broke."""
+    index = Blocks()
+    source = index.register(Registration("A", "m", "simm", block_size=1))
+    stream = Stream(index, source, replays=True)
+    stream.connected()
+    stream.replayed(100, packed(CLEARED))
+    stream.replay_ended()
+    assert stream.complete and stream.retry() is None
+    stream.failed()
+    assert source.lost and stream.retry() == 0
+    stream.replayed(100, packed(CLEARED))
+    stream.replay_ended()
+    assert stream.complete and not source.lost
+    stream.failed()
+    stream.disconnected()
+    assert source.lost and stream.retry() is None, "there is nobody to ask"
+
+
+def test_nothing_counts_before_what_came_during_a_replay_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be removals: between two slices of them others asked, and what was gone counted."""
+    index, stream = _stream()
+    stream.connected()
+    _take(stream, (1, packed(removed(0))))
+    stream.replayed(0, packed(stored(0), stored(1)))
+    real, claimed = index.apply, []
+
+    def apply(*arguments: Any, **more: Any) -> None:
+        claimed.append(_claims(index))
+        real(*arguments, **more)
+
+    monkeypatch.setattr(index, "apply", apply)
+    stream.replay_ended()
+    assert claimed == [[0] * 6] and _claims(index)[:2] == [0, 3]
+
+
 def test_what_is_kept_aside_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams_module, "PENDING_MAX", 3)
     index, stream = _stream()
