@@ -122,7 +122,7 @@ class Space:
         #: No window of large values for a slab class has an earlier since than this.
         self._large_bound = 0
         #: True while the `evict` callback runs.
-        self._evicting = False
+        self.evicting = False
         #: Bytes of the region searched in vain, by chunk size; cleared when there may be room.
         self._known_full: dict[int, int] = {}
         room = self._known_full.clear
@@ -291,7 +291,7 @@ class Space:
             slot = self._free_or_detach(offset)
         else:
             slot = self._allocator.free(offset)
-            if not self._evicting:
+            if not self.evicting:
                 self._note_removed(offset)
             if self._known_full:
                 self._known_full.clear()
@@ -463,9 +463,9 @@ class Space:
 
     def _evict_slot(self, slot: int, reason: str = NEAR) -> None:
         self.victims.one(slot, reason, self._allocator.chunk_bytes(self._offsets[slot]))
-        self._evicting = True
+        self.evicting = True
         self._evict(slot)
-        self._evicting = False
+        self.evicting = False
         if self._offsets[slot] >= 0:
             raise CorruptionError(f"slot {slot} was evicted, but its chunk not released")
 

@@ -120,7 +120,7 @@ class Store:
         )  # fmt: skip
         self._lost = LostEntries(self.shard_words, self.table, self._drop_entry)
         readable = self.ledger.namespaces.readable
-        drop = self._drop_entry, self._drop_many, self.beat
+        drop = self._drop_entry, self._drop_many, self.beat, self.space.victims.note
         self.groups = Groups(self.table, self.space, self.visited, self.shard_words, readable, *drop)
         self.quotas: Quotas | None = None  # as long as no namespace has one
         self.puts = self.overwrites = self.deletes = self.set_evictions = self.stale_commits = self.copies = 0
@@ -142,10 +142,8 @@ class Store:
         memoryview(mm)[geometry.size - STAMP_BYTES : geometry.size].cast("Q")[0] = generation
         words = memoryview(mm)[:HEADER_BYTES].cast("Q")
         geometry.write(words)
-        words[Word.GENERATION] = generation
-        words[Word.INCARNATION] = incarnation
-        words[Word.STATE] = State.STARTING
-        words[Word.BOUND] = NONE_BOUND
+        words[Word.GENERATION], words[Word.INCARNATION] = generation, incarnation
+        words[Word.STATE], words[Word.BOUND] = State.STARTING, NONE_BOUND
         store = cls(mm, geometry, incarnation, policy, vault, shares)
         if vault is not None:
             vault.fill(words, geometry)
@@ -350,8 +348,7 @@ class Store:
                         flags |= ENTRY_BOUND
                 if tags and (tag := tags.get(namespace)) is not None:
                     if digest[TAG_AT:] != tag:
-                        status = Status.PRESENT if options == ABSENT else Status.OLD_EPOCH
-                        statuses.append(self._refuse(session, grant, OLD_EPOCH, status))
+                        statuses.append(self._refuse(session, grant, OLD_EPOCH, Status.OLD_EPOCH))
                         continue
                     flags |= ENTRY_EPOCH
                 if quotas is not None and not (quotas.admits(namespace, chunk) or near.cedes(quotas, namespace, chunk)):
@@ -399,7 +396,8 @@ class Store:
                 self.commit_failures[BAD_REQUEST] += 1
                 return Status.UNAUTHORIZED, namespace
             return Status.OK, namespace
-        if not self.shard_words.may_copy(digest, session.copies) or self.table.lookup(digest) >= 0:
+        of_now = digest.endswith(self.ledger.namespaces.tags.get(namespace, b""))
+        if not (of_now and self.shard_words.may_copy(digest, session.copies) and self.table.lookup(digest) < 0):
             return Status.PRESENT, namespace
         self.copies += 1
         return Status.OK, namespace
@@ -525,7 +523,7 @@ class Store:
     def _drop_entry(self, slot: int) -> None:
         """Remove an entry from the table, then free its chunk."""
         if self.groups.used:
-            self.groups.leave(slot)
+            self.groups.leave(slot, self.space.evicting)
         if self.shard_words.moving:
             self.shard_words.note_dropped(self.table.entry(slot).digest)
         offset = self.space.offset(slot)
@@ -536,9 +534,9 @@ class Store:
             self.quotas.dropped(slot, self.space.chunk_bytes(offset))
         self.space.release(offset)
 
-    def _drop_entries(self, slots: list[int], offsets: list[int]) -> None:
+    def _drop_entries(self, slots: list[int], offsets: list[int], evicted: bool = True) -> None:
         """Remove entries from the table, whose chunks at these offsets of the region are granted next."""
-        self.groups.leave_many(slots)
+        self.groups.leave_many(slots, evicted)
         if self.shard_words.moving:
             self.shard_words.note_dropped_many(self.table.digests(slots))
         self.table.clear_many(slots, [offset + self._data for offset in offsets])
@@ -547,7 +545,7 @@ class Store:
 
     def _drop_many(self, slots: list[int], offsets: list[int]) -> None:
         """Do :meth:`_drop_entry` for many, none of them held: no more than a ring's readers look back."""
-        self._drop_entries(slots, offsets)
+        self._drop_entries(slots, offsets, evicted=False)
         self.space.release_many(slots, offsets)
 
     def drop_spoilt(self, slot: int) -> None:
@@ -574,6 +572,8 @@ class Store:
         best = kept.first_to_go(table.candidates(digest), self.space.is_held, self.visited, table.stored)
         if best < 0:
             return False
+        self.space.victims.note((best,))
+        self.groups.leave_many((best,), evicted=True)
         self._drop_entry(best)
         self.set_evictions += 1
         self.visited[best] = 0

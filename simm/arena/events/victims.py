@@ -69,7 +69,8 @@ class Victims:
     """
 
     def __init__(self, ghosts: Ghosts | None = None) -> None:
-        self._note = ghosts.note if ghosts is not None else None
+        #: Remembers the keys of these slots as evicted, without counting them.
+        self.note: Callable[[Sequence[int]], None] = ghosts.note if ghosts is not None else lambda _slots: None
         #: Returns True for one of GHOST_STEP keys that were evicted lately, by these 64 bits.
         self.evicted: Callable[[int], bool] = ghosts.has if ghosts is not None else lambda _key: False
         self.by_reason = dict.fromkeys((OWN, REASSIGNED, WINDOW, LAST_RESORT, NEAR), 0)
@@ -85,8 +86,7 @@ class Victims:
         self.by_reason[reason] += 1
         size = chunk if chunk <= SLAB_CHUNK_BYTES_MAX else 0
         self.by_chunk[size] = self.by_chunk.get(size, 0) + 1
-        if self._note is not None:
-            self._note((slot,))
+        self.note((slot,))
         self._turn += 1
         if not self._turn % AGE_SAMPLE:
             self._note_age(slot)
@@ -96,8 +96,7 @@ class Victims:
         self.by_reason[reason] += len(slots)
         self.by_chunk[chunk] = self.by_chunk.get(chunk, 0) + len(slots)
         self._note_age(slots[0])
-        if self._note is not None:
-            self._note(slots)
+        self.note(slots)
 
     def _note_age(self, slot: int) -> None:
         age = max(0, self.age_ms(slot))

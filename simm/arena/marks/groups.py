@@ -126,12 +126,14 @@ class Groups:
         drop: drops an entry from table and space, after :meth:`leave`.
         drop_many: the same for at most BATCH_KEYS_MAX, of which none is held, and their chunks' offsets.
         beat: shows readers that the worker is there.
+        note: remembers the keys in these slots as evicted.
     """
 
     def __init__(
         self, table: Slots, space: Chunks, visited: memoryview, words: ShardWords,
         readable: Callable[[int, bytes, int], bool], drop: Callable[[int], None],
         drop_many: Callable[[list[int], list[int]], None], beat: Callable[[], None],
+        note: Callable[[Sequence[int]], None] = lambda _slots: None,
     ) -> None:  # fmt: skip
         self._table = table
         self._space = space
@@ -140,11 +142,11 @@ class Groups:
         #: Digests that clients have put into groups while their shard moves in.
         self.told = Told(words)
         self._readable = readable
-        self._drop, self._drop_many, self._beat = drop, drop_many, beat
+        self._drop, self._drop_many, self._beat, self._note = drop, drop_many, beat, note
         #: By slot: its number XOR that of the next member; empty until the first group.
         self._links = memoryview(b"").cast("I")
-        #: Slots whose groups have lost a member. In order, so that runs can be repeated.
-        self.orphans: dict[int, None] = {}
+        #: Slots whose groups have lost a member, and whether that was evicted. In order, so that runs can be repeated.
+        self.orphans: dict[int, bool] = {}
         #: By slot: 1 if another member was used, and this one has not been passed over for that.
         self._owed = memoryview(b"")
         #: Members passed over in a row, and the last one.
@@ -230,7 +232,7 @@ class Groups:
         self._begin()
         np.frombuffer(self._links, np.uint32)[slots[rows]] = slots[rows] ^ follows[rows]
         self.count = int(np.count_nonzero(whole & (sizes > 1)))
-        self.orphans = dict.fromkeys(slots[~rows].tolist())
+        self.orphans = dict.fromkeys(slots[~rows].tolist(), False)
         notes = [f"{len(self.orphans)} entries of groups that are not whole dropped"] if self.orphans else []
         self.drop_orphans()
         return notes
@@ -278,18 +280,21 @@ class Groups:
 
     # -- leaving ------------------------------------------------------------------------------
 
-    def leave_many(self, slots: Sequence[int]) -> None:
+    def leave_many(self, slots: Sequence[int], evicted: bool = False) -> None:
         """Do :meth:`leave` for many."""
         if self.used:
             links, orphans = self._links, self.orphans
             for slot in slots:
                 if links[slot]:
-                    self.leave(slot)
+                    self.leave(slot, evicted)
                 elif orphans:
                     orphans.pop(slot, None)
 
-    def leave(self, slot: int) -> None:
-        """Note that an entry is about to leave the table: the others of its group are orphans."""
+    def leave(self, slot: int, evicted: bool = False) -> None:
+        """Note that an entry is about to leave the table: the others of its group are orphans.
+
+        ``evicted``: to make room, as the others then are.
+        """
         self.orphans.pop(slot, None)
         links = self._links
         if link := links[slot]:
@@ -297,7 +302,7 @@ class Groups:
             links[slot] = 0
             mate, orphans = slot ^ link, self.orphans
             while mate != slot:
-                orphans[mate] = None
+                orphans[mate] = evicted
                 link = links[mate]
                 links[mate] = 0
                 mate ^= link
@@ -314,10 +319,12 @@ class Groups:
             self._drop_all()
         is_held, offset, how = self._space.is_held, self._space.offset, self._space.kept.how
         while orphans:
-            slot, _ = orphans.popitem()
+            slot, evicted = orphans.popitem()
             if is_held(offset(slot)) or how(slot) == HARD:
                 self._set_number(slot, 0)
                 continue
+            if evicted:
+                self._note((slot,))
             self._drop(slot)
             self.evicted += 1
 
@@ -325,7 +332,8 @@ class Groups:
         """Do :meth:`drop_orphans` in parts of BATCH_KEYS_MAX, with a heartbeat after each."""
         orphans, space = self.orphans, self._space
         while orphans:
-            slots = [orphans.popitem()[0] for _ in range(min(BATCH_KEYS_MAX, len(orphans)))]
+            part = dict(orphans.popitem() for _ in range(min(BATCH_KEYS_MAX, len(orphans))))
+            slots = [*part]
             offsets = [*map(space.offset, slots)]
             hows = map(space.kept.how, slots)
             stay = [held or how == HARD for held, how in zip(map(space.is_held, offsets), hows)]
@@ -335,6 +343,7 @@ class Groups:
                 goes = [*map(not_, stay)]
                 slots, offsets = [*compress(slots, goes)], [*compress(offsets, goes)]
             if slots:
+                self._note([*filter(part.__getitem__, slots)])
                 self._drop_many(slots, offsets)
                 self.evicted += len(slots)
             self._beat()

@@ -53,12 +53,13 @@ def worker_rows(asked: Sequence[Asked]) -> list[Row]:
         row: Row = {"worker": each.name, "reason": each.why}
         if stats:
             counts = [sum(column) for column in zip(*stats["counted"]["namespaces"].values())]
+            evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["group_evictions"]
             row |= {
                 "pid": stats["pid"], "entries": stats["entries"], "data_bytes": stats["data_bytes"],
                 "used_bytes": stats["data_bytes"] - stats["free_bytes"], "granted_bytes": stats["granted_bytes"],
                 "pins": stats["pins"], "clients": sum(each["kind"] == "client" for each in stats["clients"]),
                 "quarantined": stats["sessions_quarantined"], "epoch": stats["epoch"], "shards": stats["shards"],
-                "fenced": stats["fenced"], "evictions": sum(stats["evictions"].values()) + stats["set_evictions"],
+                "fenced": stats["fenced"], "evictions": evictions,
                 "evictions_by_reason": stats["evictions"], "put_failures_by_cause": stats["put_failures"],
                 "policy": stats["policy"], "poll_us": stats["poll_us"], "segment": stats["segment"],
                 **(_done(counters_summary(counts)) if counts else {}),

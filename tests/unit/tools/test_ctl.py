@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from simm.config.settings import Settings
 from simm.errors import TransportError, UsageError
 from simm.ipc.counts import COUNTERS, Word
 from simm.rpc import Connection, reply
+from simm.server.children import WorkerSlot
 from simm.tools.ctl import command, entries, why
+from simm.tools.ctl.cluster import local_nodes
 from simm.tools.ctl.tables import TABLES, client_rows, kept_text, namespace_rows, rates_text, table, worker_rows
 from simm.tools.ctl.tuning import no_socket
 from simm.tools.ctl.workers import Asked, ask_all
@@ -28,8 +31,9 @@ from simm.wire.messages import Status
 STATS: dict[str, Any] = {
     "pid": 7, "entries": 3, "data_bytes": 1 << 20, "free_bytes": 1 << 19, "granted_bytes": 0, "pins": 0,
     "sessions_quarantined": 0, "epoch": 4, "shards": 16384, "fenced": False, "evictions": {"own": 2},
-    "set_evictions": 1, "put_failures": {"no_room": 0}, "policy": "lru", "poll_us": 50, "segment": "simm-none",
-    "clients": [], "clients_left_out": 0, "counted": {"namespaces": {}, "latencies": {}, "disbelieved": 0},
+    "set_evictions": 1, "group_evictions": 0, "put_failures": {"no_room": 0}, "policy": "lru", "poll_us": 50,
+    "segment": "simm-none", "clients": [], "clients_left_out": 0,
+    "counted": {"namespaces": {}, "latencies": {}, "disbelieved": 0},
 }  # fmt: skip
 
 
@@ -53,6 +57,14 @@ def row(name: str = "a", entries: int = 0, **words: int) -> dict[str, Any]:
 
 def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[why.Finding]:
     return why.explain(worker_rows([asked(**changes)]), rows, only)
+
+
+def test_what_left_with_its_group_counts_as_evicted() -> None:
+    """``simm nodes``, ``simm ctl workers`` and a drain left those out."""
+    stats = asked(puts=9, moving=0, frozen=0, group_evictions=4)
+    (worker,), (node,) = worker_rows([stats]), local_nodes([stats], "no manager")
+    slot: Any = SimpleNamespace(stats=stats.stats, moved_before=0, progress=M.MoveProgress(0, 0, 0, 0, 0))
+    assert worker["evictions"] == node["evictions"] == WorkerSlot.load(slot, 0).evictions == 7
 
 
 # -- why ---------------------------------------------------------------------------------------------

@@ -19,7 +19,16 @@ from simm.arena.marks import groups as groups_module
 from simm.arena.marks.groups import Groups, is_group, members_of, number_of
 from simm.arena.sessions import SessionTable
 from simm.arena.space import Space
-from simm.constants import BATCH_KEYS_MAX, GROUP_KEYS_MAX, KEEP_HARD, KEEP_SOFT, POLICY_NAMES, SHARD_COUNT
+from simm.arena.store import Store
+from simm.constants import (
+    BATCH_KEYS_MAX,
+    GHOST_STEP,
+    GROUP_KEYS_MAX,
+    KEEP_HARD,
+    KEEP_SOFT,
+    POLICY_NAMES,
+    SHARD_COUNT,
+)
 from simm.errors import CorruptionError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import Status
@@ -283,9 +292,9 @@ def test_the_heartbeat_moves_while_a_delete_takes_groups_apart(segment: OwnedAre
     left: list[int] = []
     real = store.groups.leave
 
-    def counted(slot: int) -> None:
+    def counted(slot: int, evicted: bool) -> None:
         left.append(store.header[Word.HEARTBEAT])
-        real(slot)
+        real(slot, evicted)
 
     store.groups.leave = counted  # type: ignore[method-assign]
     assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 600
@@ -607,3 +616,46 @@ def test_control_a_recovery_that_keeps_parts(small_segment: OwnedArena, monkeypa
     monkeypatch.setattr(Groups, "restore", lambda groups: [])
     with pytest.raises((AssertionError, CorruptionError)):
         test_no_death_leaves_a_part_of_a_group(small_segment, deleting)
+
+
+def put_groups(store: Store, groups: Iterator[list[bytes]], size: int, enough: Callable[[], bool]) -> list[bytes]:
+    """Store groups until there are enough of them. Return all digests."""
+    session, done = store.sessions.open(1, 1, "world"), []
+    while not enough():
+        digests = next(groups)
+        for digest in digests:
+            ((number, *_),) = store.sessions.grant(session, size, 1)
+            store.now_ms += 1
+            assert store.commit(session, [(digest, number, size, 0, 0, 0)]) == [Status.OK]
+            store.apply_pending()
+        done += digests
+        store.groups.mark_many([digests])  # which may have lost a member meanwhile
+    return done
+
+
+def remembered(store: Store, digests: list[bytes]) -> float:
+    """Return about which share of digests are remembered as evicted."""
+    keys = [int.from_bytes(each[:8], "little") for each in digests]
+    return GHOST_STEP * sum(map(store.space.victims.evicted, keys)) / len(keys)
+
+
+@pytest.mark.parametrize("count", [4, 2 * groups_module.MANY])
+def test_what_leaves_with_an_evicted_member_is_remembered_as_evicted(segment: OwnedArena, count: int) -> None:
+    """``simm ctl why`` took the misses of all members but one for keys that were never stored."""
+    store = GroupWorld(segment).store
+    size, names = (2 * MIB // count), itertools.count()
+    made = put_groups(store, (members(name, count) for name in names), size, lambda: store.groups.evicted >= 4 * count)
+    gone = [each for each in made if store.table.lookup(each) < 0]
+    assert len(gone) >= 4 * count and remembered(store, gone) > 0.8
+    mates = made[-count:]
+    assert store.delete(mates[:1]) == [Status.OK] and store.exists(mates) == [Status.NOT_FOUND] * count
+    assert remembered(store, mates) == 0, "they were dropped as one was deleted"
+
+
+def test_what_leaves_full_sets_is_remembered_as_evicted(small_segment: OwnedArena) -> None:
+    store = GroupWorld(small_segment, slots=64).store
+    pairs = map(members, itertools.count())
+    made = put_groups(store, pairs, 64, lambda: store.set_evictions >= 40 and store.groups.evicted >= 20)
+    assert not sum(store.space.evictions.values())
+    gone = [each for each in made if store.table.lookup(each) < 0]
+    assert len(gone) >= 60 and remembered(store, gone) > 0.8
