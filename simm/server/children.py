@@ -288,9 +288,7 @@ class Supervised(Service):
         if self._retired or self.child is not None:  # it was to be tried again
             return
         self._wanted = True
-        self.child = child = self._children.fork(
-            self._run, self._keep, self._segment, self._oom, blocks=self._blocks
-        )  # fmt: skip
+        self.child = child = self._children.fork(self._run, self._keep, self._segment, self._oom, blocks=self._blocks)
         self.started_at = self.last_seen = self._clock()
         self._spoke = False
         if self._on_message is not None:
@@ -428,9 +426,10 @@ class StreamProcess(Supervised):
         """Return True if there is a process, and it hangs."""
         return self.child is not None and self._clock() - self.last_seen > SILENT_S
 
-    def is_cut_off(self) -> bool:
-        """Return True if there is a process, and it hangs or has not reached its worker for SILENT_S seconds."""
-        return self.child is not None and (self.is_silent() or self._worker_down_s > SILENT_S)
+    def is_cut_off(self, since: float) -> bool:
+        """Return True if it is there, and hangs or has missed its worker, up ``since`` then, for SILENT_S seconds."""
+        down_s = min(self._worker_down_s, self._clock() - since) if self._spoke else 0.0
+        return self.child is not None and (self.is_silent() or down_s > SILENT_S)
 
 
 class WorkerSlot:
@@ -449,8 +448,8 @@ class WorkerSlot:
         self.vault = Vault()
         self.tcp: socket.socket | None = None
         self.streams: list[StreamProcess] = []
-        #: The process has answered.
-        self.ready = False
+        #: The process has answered; when it first did, by the loop's clock.
+        self.ready, self.ready_at = False, 0.0
         #: Some process of the worker has taken over a shard map; the present one has the newest map.
         self.sharded = False
         self.current = False
@@ -556,6 +555,7 @@ class WorkerSlot:
 
     def take_stats(self, stats: dict[str, Any]) -> None:
         """Take the worker's counters."""
+        self.ready_at = self.ready_at if self.ready else self.worker.last_seen
         self.stats = stats
         self.data_bytes = stats["data_bytes"]
         self.incarnation = stats["incarnation"]
@@ -586,7 +586,7 @@ class WorkerSlot:
         if not stats:
             return M.WorkerLoad(0, 0, 0, 0, moves_left)
         used = stats["data_bytes"] - stats["free_bytes"]
-        evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
+        evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["group_evictions"]
         moved = self.moved_before + self.progress.bytes
         rate = self.progress.rate if moves_left else 0
         return M.WorkerLoad(used, stats["entries"], stats["puts"], evictions, moves_left, moved, rate)

@@ -352,7 +352,7 @@ class DataServerPages:
         down = [slot.number for slot in waiting if not slot.comes_up(now)]
         coming = [slot.number for slot in waiting if slot.number not in down]
         silent = [slot.number for slot in serving if now - slot.worker.last_seen > SILENT_S]
-        cut_off = [slot.number for slot in serving if any(stream.is_cut_off() for stream in slot.streams)]
+        cut_off = [slot.number for slot in serving if any(stream.is_cut_off(slot.ready_at) for stream in slot.streams)]
         # A stream does not reach a worker that recovers its arena: that is no fault of the stream's.
         cut_off += [slot.number for slot in waiting if any(stream.is_silent() for stream in slot.streams)]
         unreachable = [slot.stats["unreachable"] for slot in serving if slot.stats.get("unreachable")]
@@ -386,7 +386,7 @@ class DataServerPages:
             silent_s = self._loop.clock() - slot.worker.last_seen if slot.ready else 0.0
             row = Row(slot.number, slot.node, slot.stats, moves, silent_s, corruptions=slot.corruptions)
             row.rdma = self._endpoints.row(slot.number)
-            row.streams_cut_off = sum(stream.is_cut_off() for stream in slot.streams)
+            row.streams_cut_off = sum(stream.is_cut_off(slot.ready_at) for stream in slot.streams)
             row.restarts = {**slot.deaths, **self._endpoints.deaths(slot.number)}
             processes = self._processes(slot)
             alive = [(name, process.child) for name, process in processes if process.child is not None]

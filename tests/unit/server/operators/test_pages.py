@@ -44,7 +44,7 @@ class FakeServer:
         self.stats: dict[str, Any] = {"free_bytes": 1 << 29, "entries": 1234}
         self.slot = SimpleNamespace(
             number=0, ready=True, worker=self.worker, streams=[], stats=self.stats, data_bytes=1 << 30,
-            words=lambda: b"", comes_up=lambda _: self.comes_up, fruitless=0,
+            words=lambda: b"", comes_up=lambda _: self.comes_up, fruitless=0, ready_at=0.0,
         )  # fmt: skip
         self.member = SimpleNamespace(
             name="a", fenced=False, epoch=3, workers=(0,), owned=lambda _: 16384, moving=lambda *_: []
@@ -93,7 +93,7 @@ def test_the_line_for_a_service_manager(server: FakeServer) -> None:
 
 def test_issue_a_server_whose_worker_recovers_its_arena_is_well_and_not_ready(server: FakeServer) -> None:
     """A kubelet ended it after three probes, with all values. A large arena takes minutes."""
-    stream: Any = SimpleNamespace(is_silent=lambda: False, is_cut_off=lambda: True, child=object())
+    stream: Any = SimpleNamespace(is_silent=lambda: False, is_cut_off=lambda _: True, child=object())
     server.slot.ready, server.slot.streams = False, [stream]
     server.stats["unreachable"] = "it was, before"
     health, ready = server.pages.healthz(), server.pages.readyz()
@@ -163,11 +163,32 @@ def test_issue_a_stream_that_is_to_be_started_again_does_not_hang(server: FakeSe
     stream = StreamProcess(Children(server.loop, lambda: ()), "a stream", lambda _: None, [])
     stream._worker_down_s = SILENT_S + 1  # it had said so
     server.slot.streams, stream.last_seen = [stream], server.loop.clock() - SILENT_S - 1
-    assert not stream.is_silent() and not stream.is_cut_off()
+    assert not stream.is_silent() and not stream.is_cut_off(0.0)
     health = server.pages.healthz()
     assert health.status == 200 and health.body == "ok, but a stream process of workers [0] is being restarted\n"
     stream.child = SimpleNamespace(pid=7)  # type: ignore[assignment]
     assert stream.is_silent() and server.pages.healthz().status == 503, "the positive control"
+
+
+def test_issue_a_stream_is_not_cut_off_by_what_it_said_before_its_worker_was_back(server: Any) -> None:
+    """For a moment after each long recovery the page said 503."""
+    now = server.loop.clock()
+    server.loop.clock = lambda: now
+    slot = WorkerSlot(0, 0, SimpleNamespace())  # type: ignore[arg-type]
+    slot.worker = SimpleNamespace(last_seen=now, child=None)  # type: ignore[assignment]
+    stream = StreamProcess(Children(server.loop, lambda: ()), "a stream", lambda _: None, [])
+    stream.child, stream.last_seen = SimpleNamespace(pid=7), now  # type: ignore[assignment]
+    slot.streams, server.pages._slots[:] = [stream], [slot]
+    stream._spoke, stream._worker_down_s = True, 60.0
+    slot.take_stats({"pid": 3, "data_bytes": 1, "incarnation": 1, "counted": {}})
+    slot.ready = True
+    assert server.pages.healthz().status == 200
+    now += SILENT_S + 1.0
+    stream.last_seen = slot.worker.last_seen = now
+    slot.take_stats({"pid": 3, "data_bytes": 1, "incarnation": 1, "counted": {}})
+    assert server.pages.healthz().status == 503, "it should have reached it by now"
+    stream._spoke = False
+    assert server.pages.healthz().status == 200, "its successor has said nothing yet"
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -216,7 +237,7 @@ def test_issue_a_workers_restart_takes_no_count_of_its_streams_back() -> None:
     """What it had refused went, and what they had refused stayed: to who sums up it looked like so many new ones."""
     slot = WorkerSlot(0, 0, SimpleNamespace())  # type: ignore[arg-type]
     stream: Any = SimpleNamespace(failures=Failures())
-    slot.streams = [stream]
+    slot.streams, slot.ready = [stream], True
     stream.failures.take({"pid": 1, "protocol_errors": 1000})
     seen = []
     for pid, count in ((2, 5), (2, 7), (3, 0), (3, 1)):
