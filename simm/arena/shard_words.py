@@ -105,6 +105,8 @@ class ShardWords:
         self.roles: NDArray[np.uint8] = np.zeros(SHARD_COUNT, np.uint8)
         #: Number of MOVING words. While it is 0, the bookkeeping of moves costs nothing.
         self.moving = 0
+        #: How often it has fallen to 0.
+        self.moves = 0
         #: Digests that left the table while their shard was moving in.
         self.dropped: set[bytes] = set()
         #: Fall-backs that ended because of DROPPED_MAX.
@@ -416,6 +418,7 @@ class ShardWords:
     def _recount(self) -> None:
         words = self._array()
         before, self.moving = self.moving, int(((words & np.uint64(MOVING)) != 0).sum())
+        self.moves += before > 0 == self.moving
         if self.dropped and self.moving != before:
             self.dropped = {digest for digest in self.dropped if self.words[shard_of(digest)] & MOVING}
 

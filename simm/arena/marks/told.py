@@ -29,13 +29,21 @@ class Told:
         self._words = words
         self._told: dict[bytes, int] = {}
         self._full = False
+        #: How many times all moves had ended when that was remembered.
+        self._moves = words.moves
+
+    def _forget_ended(self) -> None:
+        """Forget what was remembered if all moves have ended since, whether others have begun or not."""
+        if self._moves != self._words.moves:
+            self._moves = self._words.moves
+            self._told.clear()
+            self._full = False
 
     def note(self, digest: bytes) -> None:
         """Remember a digest if its shard is moving in."""
         words = self._words
+        self._forget_ended()
         if not words.moving:
-            self._told.clear()
-            self._full = False
             return
         word = words.words[shard_of(digest)]
         if MOVING < word < FROZEN:
@@ -49,6 +57,7 @@ class Told:
 
         It counts as long as that mover's copies do, unless the digest has left the table here meanwhile.
         """
+        self._forget_ended()
         if self._full or not self._words.may_copy(digest, epoch):
             return False
         return self._told.get(digest) != self._words.words[shard_of(digest)]
