@@ -177,7 +177,8 @@ class ArenaReader(CallLogs):
         self._meta = memoryview(meta)
         #: All 64-bit words from the arena's start: header, shards, slots, namespaces.
         self.words = self._meta.cast("Q")
-        self.visited = memoryview(visited)
+        # The last one for slot -1 too, as where the table's words are looked at. Behind it lies the arena's stamp.
+        self.visited = memoryview(visited)[: geometry.slots]
         self.data = memoryview(data)
         #: Where the data begins and ends in the arena.
         self.data_offset = geometry.data_offset

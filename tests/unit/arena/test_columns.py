@@ -169,6 +169,20 @@ def test_copies_are_confirmed_as_single_calls_do(arena: Arena, seed: int) -> Non
         assert {slot for slot in range(2048) if reader.visited[slot]} == used
 
 
+def test_a_key_that_is_published_in_the_last_slot_after_the_search(arena: Arena) -> None:
+    """The place of a miss, -1, is that slot's. Not its visited byte was set, but one of the stamp behind them all."""
+    reader, words, geometry = arena.reader, arena.words, arena.store.geometry
+    digest = digest_of("stranger")
+    keys, slots = reader.candidates([digest])
+    assert slots.tolist() == [-1]
+    first, last = arena.word_of(arena.digests[0]), geometry.slots_offset // 8 + (geometry.slots - 1) * SLOT_WORDS
+    words[last : last + SLOT_WORDS] = words[first : first + SLOT_WORDS]
+    words[last + 1 : last + 3] = memoryview(digest).cast("Q")
+    stamp = words[geometry.size // 8 - 1]
+    assert reader.confirm_many(reader.locate_many(keys, slots)).tolist() == [True]
+    assert words[geometry.size // 8 - 1] == stamp and reader.visited[geometry.slots - 1] == 1
+
+
 # -- copies --------------------------------------------------------------------------------------------
 
 
