@@ -243,7 +243,7 @@ class RemoteReads:
         """Ask by TCP what misses of RDMA mean, if values must not go by TCP. No value is sent."""
         unresolved = Unresolved()
         digests, results = batch.digests, batch.results
-        call = tcp.resolve_misses([digests[each] for each in positions], previous=previous)
+        call = tcp.resolve_misses([digests[each] for each in positions], previous, room=1)
         answers = yield from self._routes.call_tcp(target, tcp, call, lambda: batch.late.update(positions))
         for position, (status, since) in zip(positions, answers or [(Status.UNAVAILABLE, 0)] * len(positions)):
             if status == Status.OK and since & ENTRY_LARGE:
@@ -270,7 +270,7 @@ class RemoteReads:
         answers: Sequence[tuple[int, int]] = ()
         if tcp is not None:
             wanted = [batch.digests[position] for position in positions]
-            answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted, previous=True))
+            answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted, True))
         for position, (status, _) in zip(positions, answers or [(Status.UNAVAILABLE, 0)] * len(positions)):
             batch.results[position] = _KNOWN.get(status, UNAVAILABLE)
 
@@ -295,7 +295,7 @@ class RemoteReads:
             else:
                 unresolved.by_status(position, status, 0)
         wanted = [digests[position] for position in asking]
-        answers = (yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted))) if asking else []
+        answers = (yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted, False))) if asking else []
         for position, (status, since) in zip(asking, answers or [(Status.UNAVAILABLE, 0)] * len(asking)):
             results[position] = _KNOWN.get(status, UNAVAILABLE)
             unresolved.by_status(position, status, since)

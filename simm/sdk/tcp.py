@@ -423,11 +423,11 @@ class TcpPath(Path):
         """Return a Status for each: OK if the key is stored. ``until`` as in fetch."""
         return self.statuses(M.Exists, digests, until)
 
-    def resolve_misses(self, digests: Sequence[bytes], *, previous: bool = False) -> Steps[list[tuple[int, int]]]:
-        """Return (status, epoch with PREVIOUS, or the entry's flags with OK) for each. No value is sent."""
-        answers = yield from self.fetch([(digest, 0, _nowhere) for digest in digests], previous=previous)
+    def resolve_misses(self, digests: Sequence[bytes], previous: bool, room: int = 0) -> Steps[list[tuple[int, int]]]:
+        """Return (status, epoch with PREVIOUS, or the entry's flags with OK) for each. With room it counts as a get."""
+        answers = yield from self.fetch([(digest, room, _nowhere) for digest in digests], previous=previous)
         return [
-            (Status.OK, flags) if status == Status.TOO_LARGE else (status, length | crc << 32)
+            (Status.OK, flags) if status in (Status.OK, Status.TOO_LARGE) else (status, length | crc << 32)
             for status, length, crc, flags in answers
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simm.ipc.counts import GET, GET_MANY, TIMED, Word
+from simm.ipc.steps import finish
 from simm.net.channel import Refused
 from simm.wire import messages as M
 from simm.wire.messages import Status
@@ -43,6 +44,22 @@ def test_issue_an_estimate_is_no_get() -> None:
         counts = counted.namespaces["default"]
         wait_until(lambda: counts[Word.BATCH_HITS] == len(KEYS) and counts[Word.ABSENT], "counted after the answers")
         assert (counts[Word.ABSENT], counts[Word.WRONG_SIZE]) == (1, 0)
+
+
+def test_issue_what_misses_of_a_get_mean_is_counted() -> None:
+    """A client whose values go by RDMA alone asks so for what it has not found there."""
+    with FakeCluster(1) as cluster:
+        cluster.settled({0: ALL})
+        (node,), client = cluster.nodes, cluster.client("tcp")
+        assert client.put("one byte", b"1") and client.put("more", b"22")
+        (target,) = client._router.targets.values()
+        digests = [client.digest(key) for key in ("one byte", "more", "no")]
+        counts = node.stream.stream.counted.counters("default")
+        for room, absent in ((0, 0), (1, 1)):
+            answers = finish(target.tcp.resolve_misses(digests, False, room))
+            assert answers == [(Status.OK, 0), (Status.OK, 0), (Status.NOT_FOUND, 0)]
+            assert client.get("no") is None  # by the same connection: what came before is counted
+            wait_until(lambda absent=absent, room=room: counts[Word.ABSENT] == absent + room + 1, "it is counted")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["", "n" * 65])
