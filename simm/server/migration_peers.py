@@ -194,10 +194,18 @@ class TargetWorker:
 
     def _leave(self, kept: _Kept) -> None:
         """Give a session back. The last one to do so returns the grants in its pool. Raises WorkerLost."""
-        with self._lock, _lost_without_worker():  # nobody begins to use it meanwhile
-            kept.users -= 1
-            if not kept.users:
-                return_idle(kept.session)
+        while True:
+            with self._lock:
+                if kept.users > 1 or not any(kept.session.pool.stocks.values()):
+                    kept.users -= 1
+                    return
+            try:  # without the lock, as others wait for that, and as a user, so nobody closes the session
+                with _lost_without_worker():
+                    return_idle(kept.session)
+            except BaseException:
+                with self._lock:
+                    kept.users -= 1
+                raise
 
     def close(self) -> None:
         """End all sessions, and return their grants."""

@@ -259,6 +259,27 @@ def test_a_worker_that_is_gone_is_lost() -> None:
     assert not any(each.users for each in target._sessions.values())
 
 
+def test_a_session_that_is_given_back_holds_up_no_other() -> None:
+    """The exchange with the worker takes up to the deadline, and a mover's threads share the lock."""
+    target: Any = TargetWorker.__new__(TargetWorker)
+    target._lock, target._sessions = threading.Lock(), OrderedDict()
+    seen: list[int] = []
+
+    def other() -> None:
+        with target.session("other"):
+            seen.append(target._sessions["one"].users)
+
+    def waits() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(WAIT_S)
+
+    target._open = lambda name: Session(waits if name == "one" else lambda: None)
+    with target.session("one") as session:
+        session.pool.add([GRANT])
+    assert seen == [1] and not target._sessions["one"].users and not session.pool.stock(4096)
+
+
 def test_issue_a_session_that_nobody_uses_holds_no_grants() -> None:
     """The worker asked for them again and again, and nobody read that: in the end it closed the session."""
     with WorkerThread() as worker, closing(TargetWorker(worker.path)) as target:
