@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..arena.events.listing import PAGE_SLOTS, at_rest
 from ..arena.hashing import SHARD_MASK, split
@@ -46,7 +47,7 @@ class Lister:
         asked = np.zeros(SHARD_COUNT, np.bool_)
         asked[shards_in(shards)] = True
         asked &= np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES) >= np.uint64(FROZEN)
-        rows = at_rest(reader, cursor, stop)
+        rows = self.at_rest(cursor, stop)
         found = np.flatnonzero(
             (rows["offset"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)]
             & (rows["kept"] >> np.uint32(UNTIL_BITS) != NEAR)  # a copy is of use on this host only
@@ -84,6 +85,10 @@ class Lister:
                 left = min(until - now, KEEP_S_MAX)
                 entries[at] = (how, left, group) if how and left > 0 else (0, 0, group)
         return Marked(entries)
+
+    def at_rest(self, start: int, stop: int) -> NDArray[np.void]:
+        """Return copies of the slots from ``start`` to before ``stop``. A slot in a write is all zeros."""
+        return at_rest(self.reader, start, stop)
 
     def names(self, numbers: list[int]) -> Mapping[int, str]:
         """Return the names of these namespace ids, without unknown ones."""
