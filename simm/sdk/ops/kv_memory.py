@@ -116,7 +116,7 @@ def _integer(value: Any, what: str) -> int:
 
 def span_of(thing: Any) -> Span:
     """Return the memory of a tensor, buffer or array. Raises TypeError for anything else, UsageError if unusable."""
-    if isinstance(thing, Span):
+    if isinstance(thing, Span) and not isinstance(thing, Ranges | Pieces):
         if isinstance(thing, DeviceBuffer):
             return thing.piece(thing.address, thing.size)
         return Span(

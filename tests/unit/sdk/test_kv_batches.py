@@ -153,6 +153,8 @@ def test_issue_prepared_ranges_are_no_view(path: str) -> None:
 def test_prepared_ranges_cannot_be_registered(client: FakeClient) -> None:
     with pytest.raises(UsageError):
         client.register(client.prepare_ranges([(0, 2, bytearray(2))]))
+    with pytest.raises(TypeError):
+        BlockView.from_tensor(client.prepare_ranges([(0, 2, bytearray(2))]))
 
 
 class Compared(str):
