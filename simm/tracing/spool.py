@@ -30,6 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -443,17 +444,18 @@ class Collected(NamedTuple):
 
 
 def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> Collected:
-    """Return the spans of all files, the oldest file first: ``EVENTS_MAX`` at most, of the files written last.
+    """Return the newest spans of all files, ``EVENTS_MAX`` at most, in no order.
 
-    The times of spans order those of one file alone, as their clock starts again with the host. Memory: what is
-    returned, and the spans of a file. Raises ConfigError if the folder is another user's.
+    The clock of spans starts again with the host. So a file's newest span counts as of when the file was written, and
+    the others as so much older. Memory: what is returned, and the spans of a file. Raises ConfigError if the folder is
+    another user's.
     """
     check_folder(folder)
-    parts: list[list[Event]] = []
+    #: When each was recorded, microseconds since 1970.
+    events: list[tuple[float, Event]] = []
     files, refused = _found_in(folder)
     bad = left_out = 0
-    room = EVENTS_MAX
-    for path in reversed(files):
+    for path in files:
         if not only(path):
             continue
         try:
@@ -465,15 +467,16 @@ def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> C
             if not _own(fd):
                 refused += 1
                 continue
+            written = os.fstat(fd).st_mtime_ns / 1000
             found, wrong = read_lines(_lines(file))
         bad += wrong
-        if (over := len(found) - room) > 0:
-            found.sort(key=lambda event: event["ts"])
-            del found[:over]
+        boot = written - max((event["ts"] for event in found), default=0.0)
+        events += ((boot + event["ts"], event) for event in found)
+        if (over := len(events) - EVENTS_MAX) > 0:
+            events.sort(key=itemgetter(0))
+            del events[:over]
             left_out += over
-        room -= len(found)
-        parts.append(found)
-    return Collected([event for part in reversed(parts) for event in part], bad, refused, left_out)
+    return Collected([event for _, event in events], bad, refused, left_out)
 
 
 def _lines(file: Any) -> Iterator[bytes]:

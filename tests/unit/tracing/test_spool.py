@@ -99,12 +99,12 @@ def test_issue_what_no_file_can_hold_is_not_encoded(folder: Path, monkeypatch: p
 
 
 def test_issue_the_newest_spans_are_collected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All were, which took thirteen times the size of the files."""
+    """All were, which took thirteen times the size of the files. Of no process they are left out as a whole."""
     mine = spool.spool_in(folder)
-    for written, times in ((1, (0, 1, 2)), (2, (4, 6, 3)), (3, (5, 8, 7))):
+    for written, times in ((1006, (0, 1, 2)), (1009, (4, 9, 3)), (1008, (5, 8, 7))):
         for at in times:
             one = operation()
-            one.began, one.ended, one.segments[:] = at * 1000, at * 1000 + 5, ()
+            one.began, one.ended, one.segments[:] = at * 10**9, at * 10**9 + 5, ()
             mine.recorder.add(one)
         mine.write()
         os.utime(mine.path, (written, written))
@@ -112,7 +112,7 @@ def test_issue_the_newest_spans_are_collected(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(spool, "EVENTS_MAX", 4)
     events, bad, refused, left_out = spool.collect(folder)
     assert (bad, refused, left_out) == (0, 0, 5)
-    assert sorted(event["ts"] for event in events) == [5.0, 6.0, 7.0, 8.0]
+    assert sorted(event["ts"] for event in events) == [2e6, 7e6, 8e6, 9e6], "2 was written at 1006: 2 s after 4"
 
 
 def test_issue_spans_before_a_reboot_do_not_count_as_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
