@@ -235,7 +235,8 @@ class Stream(Service):
             peer.refuse(request_id, proto.text, proto.status)
             return
         try:
-            check_namespace(msg.namespace)
+            if msg.namespace:  # without one nothing can be stored
+                check_namespace(msg.namespace)
         except UsageError as exc:
             peer.refuse(request_id, str(exc), Status.BAD_REQUEST)
             return

@@ -83,7 +83,8 @@ def test_a_worker_lays_it_out_and_its_successor_and_a_reader_find_it(shm_dir: Pa
         assert values_in(again) == values and len(values) == 100, "its header fits the length of the map"
         reader = ArenaReader(arena.name, data_fd=arena.data.fd)
         assert reader.geometry == Geometry.plan(ARENA) == again.geometry
-        assert len(reader.data) + len(reader.visited) == arena.data.size
+        assert len(reader.data) + len(memoryview(reader.visited.obj)) == arena.data.size
+        assert len(reader.visited) == reader.geometry.slots
         for number in range(100):
             found = reader.locate(digest_of(number))
             assert found is not None and bytes(reader.value(found)) == values[digest_of(number)]
