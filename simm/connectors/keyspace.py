@@ -15,7 +15,8 @@ before is then found under no key, and is evicted in time. What holds:
 * Other keyspaces of the scope follow with their first operation after the flush. While the generation's server cannot
   be reached, they keep the one they know. A new keyspace that knows none misses until it can be read.
 * A generation that was evicted, or lost with its server, is stored again by any keyspace that knows it. If none does,
-  a new one begins. It is the time in nanoseconds, so nothing was ever stored under it.
+  a new one begins. It is the time in nanoseconds, so nothing was ever stored under it. Where several keyspaces begin
+  one at the same moment they take the one that is stored first: others may have stored under it already.
 * A generation is read at its owner, also by a client with near copies.
 
 What can go wrong
@@ -182,6 +183,7 @@ class Keyspace:
         until = time.monotonic() + self._client.deadline_s / 2
         attempts = _ATTEMPTS
         again = False
+        first = 0
         while attempts:
             got, stored = self._read()
             with self._lock:
@@ -200,8 +202,8 @@ class Keyspace:
                     self._lost_at = now
                 pause_s = 0.0 if self._lost_at is None else self._lost_at + _PAUSE_S - now
                 look = absent and known != 0 and not again
-                if not known:
-                    known = self._known = time.time_ns()
+                if not known:  # it is not noted: another keyspace may store one before
+                    known = first = first or time.time_ns()
             if look:
                 again = True
                 if pause_s > 0.0:  # also if another thread has found it lost
@@ -214,6 +216,8 @@ class Keyspace:
                     again, self._lost_at = False, None
             elif time.monotonic() > until:
                 return None
+        with self._lock:
+            known = self._known = max(self._known, known)
         return f"{known:016x}"
 
     def flush(self) -> bool:

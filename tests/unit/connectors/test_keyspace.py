@@ -268,6 +268,33 @@ def test_a_generation_that_nobody_knows_any_more_hides_what_was_stored(client: F
     assert not has(one, client, "k"), "the larger one wins"
 
 
+@pytest.mark.parametrize("options", [{}, {"put_if_absent": True}, {"replicas": 2}, {"checksum": True}], ids=str)
+def test_issue_of_generations_that_begin_at_once_the_first_one_stored_stays(
+    store: FakeStore, options: dict[str, Any]
+) -> None:
+    """The other one took its place, and what was stored meanwhile was a miss: two engines start in an empty store."""
+    with FakeClient(store=store, **options) as client, FakeClient(store=store, **options) as slower:
+        one, other = Keyspace(client, "a"), Keyspace(slower, "a")
+        once(slower, "get_digest", lambda: put(one, client, "k"), after=True)
+        assert has(other, slower, "k") and has(one, client, "k")
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_generation_that_cannot_be_stored_is_kept_by_the_keyspace(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    one = Keyspace(client, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "put_digests", lambda *_: [Status.NO_SPACE])
+        first = one.generation()
+        assert first is not None and first == one.generation()
+    if back:
+        assert one.generation() == Keyspace(client, "a").generation() == first
+    else:
+        newer = Keyspace(client, "a").generation()
+        assert newer is not None and newer > first and one.generation() == newer
+
+
 def once(
     client: FakeClient, name: str, act: Callable[[], object], *, after: bool, skip: int = 0, more: bool = False
 ) -> None:
