@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -64,6 +64,10 @@ _OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "weight_versio
 _OF_LMCACHE: Final = ("module_path", "class_name")
 _SCHEMA: Final = "simm://"
 _PLUGIN: Final = "plugin://"
+#: What a plugin's name is, or begins with before a dot.
+_TYPE: Final = "simm"
+#: Before a plugin's name and one of its options, in ``extra_config``.
+_HEAD: Final = "remote_storage_plugin."
 #: A warning, for what an engine is started with.
 _MISSING: Final = (
     "LMCache's keys have no {0}: requests with other {0} read each other's chunks, and get wrong tokens. Use the flags "
@@ -84,7 +88,7 @@ class SimmAdapter(ConnectorAdapter):  # type: ignore[misc, unused-ignore]
     def can_parse(self, url: str) -> bool:
         """Return whether it is ``simm://...``, or ``plugin://simm`` with or without an instance's name."""
         if url.startswith(_PLUGIN):
-            return bool(extract_plugin_type(url[len(_PLUGIN) :]) == "simm")
+            return bool(extract_plugin_type(url[len(_PLUGIN) :]) == _TYPE)
         return url.startswith(_SCHEMA)
 
     def create_connector(self, context: Any) -> SimmConnector:
@@ -115,7 +119,11 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         self._backend = local_cpu_backend
         self._binary = config.remote_serde not in (None, "naive")
         self._complain = Complaints(log)
-        options = _options(url, plugin_name, config.extra_config or {})
+        listed = list(getattr(config, "remote_storage_plugins", None) or ())
+        address = str(getattr(config, "remote_url", None))
+        if address.startswith((_SCHEMA, _PLUGIN)):  # which LMCache connects to beside those
+            listed.append(_plugin_of(address))
+        options = _options(url, plugin_name, config.extra_config or {}, listed)
         #: torch's type of shapes.
         self._shape: Callable[[Sequence[int]], Any] = type(self.meta_shapes[0])
         self._head = head_of(options, _numbers_of(metadata, options))
@@ -397,8 +405,13 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
             self._client.close()
 
 
-def _options(url: str, plugin_name: str | None, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that an address and LMCache's configuration give. Raises RuntimeError for unknown ones."""
+def _options(
+    url: str, plugin_name: str | None, extra: Mapping[Any, Any], listed: Collection[str]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the options that an address and LMCache's configuration give. Raises RuntimeError for unknown ones.
+
+    ``listed``: the plugins that LMCache has connections to.
+    """
     found: dict[str, Any] = {}
     if url.startswith(_SCHEMA):
         parts = urlsplit(url)
@@ -408,18 +421,44 @@ def _options(url: str, plugin_name: str | None, extra: dict[str, Any]) -> dict[s
             raise RuntimeError(f"SiMM: {url} has the options {sorted(unknown)}; there are {', '.join(_OPTIONS)}")
         if parts.netloc:
             found.setdefault("manager_address", parts.netloc)
-    name = plugin_name or (url[len(_PLUGIN) :] if url.startswith(_PLUGIN) else "simm")
-    head = f"remote_storage_plugin.{name}."
-    # What has a dot behind that is another instance's: simm.b beside simm. Its last part is an option all the same.
-    wrong = [each for each in map(str, extra) if each.startswith(head)
-             and each.rpartition(".")[2] not in (*_OPTIONS, *_OF_LMCACHE)]  # fmt: skip
-    if wrong:
-        raise RuntimeError(f"SiMM: extra_config has {', '.join(sorted(wrong))}; options are {', '.join(_OPTIONS)}")
+    name = plugin_name or _plugin_of(url)
+    head = f"{_HEAD}{name}."
+    _check_names([each for each in map(str, extra) if each.startswith(_HEAD)], name, listed)
     for option in _OPTIONS:
         value = extra.get(head + option)
         if value not in (None, ""):
             found.setdefault(option, value)
     return found
+
+
+def _plugin_of(url: str) -> str:
+    """Return the plugin whose options an address takes."""
+    return url[len(_PLUGIN) :] if url.startswith(_PLUGIN) else _TYPE
+
+
+def _check_names(names: Sequence[str], name: str, listed: Collection[str]) -> None:
+    """Raise RuntimeError for settings that are no option of a plugin of this type. Warn of what may be another's.
+
+    A name is a plugin's, a dot, and an option: ``simm.b.salt`` is of the plugin ``simm.b``. Where the plugin is none,
+    nobody reads it, and a mistyped ``weight_version`` would have this engine read chunks of other weights.
+    """
+    parts = {each: each.removeprefix(_HEAD).rpartition(".") for each in names}
+    known = {name, *listed, *(plugin for plugin, _, last in parts.values() if last in _OF_LMCACHE)}
+    wrong: list[str] = []
+    doubtful: list[str] = []
+    for each, (plugin, _, last) in sorted(parts.items()):
+        ours = extract_plugin_type(plugin).lower() == _TYPE
+        if each.startswith(f"{_HEAD}{name}.") and last not in (*_OPTIONS, *_OF_LMCACHE):
+            wrong.append(each)
+        elif plugin not in known and (ours or last in _OPTIONS):
+            (wrong if ours else doubtful).append(each)
+    if wrong:
+        raise RuntimeError(
+            f"SiMM: extra_config has {', '.join(wrong)}; options are {', '.join(_OPTIONS)}, "
+            f"of the plugins {', '.join(sorted(known))}"
+        )
+    if doubtful:
+        _warn(f"extra_config has {', '.join(doubtful)}, of no plugin in remote_storage_plugins: SiMM does not read it")
 
 
 def _numbers_of(metadata: Any, options: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         wanted = dict(params or {})
         unknown = set(wanted) - set(_OPTIONS)
         if unknown:
-            raise RuntimeError(f"SiMM: adapter_params are {', '.join(_OPTIONS)}; not {sorted(unknown)}")
+            raise RuntimeError(f"SiMM: adapter_params are {', '.join(_OPTIONS)}; not {sorted(map(str, unknown))}")
         threads = threads_of(wanted.get("threads", _THREADS))
         self._head = head_of(wanted)
         self._owns = client is None

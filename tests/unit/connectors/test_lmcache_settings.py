@@ -17,6 +17,7 @@ from tests.support import fake_lmcache
 from tests.support.fake_lmcache import Backend, Config, Metadata
 
 HEAD = "remote_storage_plugin."
+LISTED = ["simm", "simm.b", "fs"]
 #: What each instance has beside its options.
 CLASSES = {
     f"{HEAD}{name}.{part}": "x" for name in ("simm", "simm.b", "fs") for part in ("module_path", "class_name")
@@ -49,7 +50,53 @@ def test_issue_a_mistyped_option_stops_the_connection(module: Any, name: str) ->
     """It was ignored, and chunks of other weights were read."""
     extra = {**CLASSES, f"{HEAD}simm.salt": "s", f"{HEAD}{name}": "2"}
     with pytest.raises(RuntimeError, match=f"^SiMM: extra_config has {HEAD}{name}; options are manager_address, "):
-        module._options("plugin://simm", "simm", extra)
+        module._options("plugin://simm", "simm", extra, LISTED)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name"),
+    [
+        ("simm", "simm.v2.weight_version"), ("simm", "simm.b.salt"), ("simm", "SIMM.weight_version"),
+        ("simm", "Simm.b.weight-version"), ("simm.b", "simm.weight_version"), ("simm.b", "simm.c.salt"),
+    ],
+)  # fmt: skip
+def test_issue_an_option_of_a_plugin_that_is_none_stops_the_connection(module: Any, plugin: str, name: str) -> None:
+    """It was ignored, as another one's, and chunks of other weights were read."""
+    mine = {f"{HEAD}{plugin}.{part}": "x" for part in ("module_path", "class_name")}
+    with pytest.raises(RuntimeError, match=f"^SiMM: extra_config has {HEAD}{name}; .*, of the plugins fs, {plugin}$"):
+        module._options(f"plugin://{plugin}", plugin, {**mine, f"{HEAD}{name}": "2"}, [plugin, "fs"])
+
+
+def test_settings_that_may_be_another_plugins_are_in_the_log_once(
+    module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {f"{HEAD}sim.weight_version": "2", f"{HEAD}salt": "s", f"{HEAD}fs.namespace": "n", f"{HEAD}sim.path": "/"}
+    for _ in range(2):
+        assert module._options("plugin://simm", "simm", {**extra, 7: "x"}, ["simm", "fs"]) == {}
+    (told,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert f"has {HEAD}salt, {HEAD}sim.weight_version, of no plugin" in told
+
+
+@pytest.mark.parametrize("url", ["simm://h:1/", None])
+def test_an_address_has_options_of_its_own_beside_a_plugins(module: Any, url: str | None) -> None:
+    """LMCache makes a connection for each of them. Without the address nobody reads its options."""
+    settings = Config(use_layerwise=False, extra_config={f"{HEAD}simm.salt": "s", f"{HEAD}simm.b.salt": "t"})
+    for name, value in {"remote_storage_plugins": ["simm.b"], "remote_url": url}.items():
+        setattr(settings, name, value)
+    with FakeClient() as client:
+
+        def connected(own: str, plugin: str | None) -> Any:
+            made = module.SimmConnector(
+                None, Backend(), settings, Metadata(), url=own, plugin_name=plugin, client=client
+            )
+            asyncio.run(made.close())
+            return made._head
+
+        if url is None:
+            with pytest.raises(RuntimeError, match=f"has {HEAD}simm.salt; "):
+                connected("plugin://simm.b", "simm.b")
+        else:
+            assert connected("plugin://simm.b", "simm.b") != connected(url, None) != ""
 
 
 def test_instances_have_options_of_their_own(module: Any) -> None:
@@ -57,14 +104,14 @@ def test_instances_have_options_of_their_own(module: Any) -> None:
         **CLASSES, f"{HEAD}simm.salt": "one", f"{HEAD}simm.b.salt": "other", f"{HEAD}simm.b.namespace": "n",
         f"{HEAD}fs.base_path": "/tmp", "save_only_first_rank": True,
     }  # fmt: skip
-    assert module._options("plugin://simm", "simm", extra) == {"salt": "one"}
-    assert module._options("plugin://simm.b", "simm.b", extra) == {"salt": "other", "namespace": "n"}
+    assert module._options("plugin://simm", "simm", extra, LISTED) == {"salt": "one"}
+    assert module._options("plugin://simm.b", "simm.b", extra, ["simm.b"]) == {"salt": "other", "namespace": "n"}
 
 
 def test_issue_an_address_without_a_host_leaves_it_to_the_configuration(module: Any) -> None:
     extra = {f"{HEAD}simm.manager_address": "h:1", f"{HEAD}simm.salt": "s"}
-    assert module._options("simm:///?salt=t", None, extra) == {"manager_address": "h:1", "salt": "t"}
-    assert module._options("simm://g:2/", None, extra) == {"manager_address": "g:2", "salt": "s"}
+    assert module._options("simm:///?salt=t", None, extra, []) == {"manager_address": "h:1", "salt": "t"}
+    assert module._options("simm://g:2/", None, extra, []) == {"manager_address": "g:2", "salt": "s"}
 
 
 def warned(module: Any, caplog: pytest.LogCaptureFixture, algorithm: str = "sha256_cbor", **config: Any) -> list[str]:
