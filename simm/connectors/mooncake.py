@@ -156,10 +156,8 @@ class MooncakeDistributedStore:
         Arguments are Mooncake's, or one dict of them. ``local_hostname``, ``master_server_addr`` and ``tenant_id``
         have a meaning here.
         """
-        if isinstance(local_hostname, dict):
-            named = {**local_hostname, **named}
-        else:
-            named = {**dict(zip(_SETUP, (local_hostname, *arguments))), **named}
+        given = local_hostname if isinstance(local_hostname, dict) else dict(zip(_SETUP, (local_hostname, *arguments)))
+        named = {**given, **named}
         if "master_server_address" in named:  # as LMCache passes it, from a configuration of that name
             named.setdefault("master_server_addr", named["master_server_address"])
         if "local_hostname" not in named or "master_server_addr" not in named:
@@ -194,21 +192,24 @@ class MooncakeDistributedStore:
 
     def close(self) -> int:
         """Close the connection; return 0. Twice is harmless."""
-        client, keys = self._client, self._keys
-        self._client = self._keys = self._user = None  # also what it has of its caller
-        if keys is not None:
+        client, keys, registrar = self._client, self._keys, self._registrar
+        if client is None or keys is None or registrar is None:
+            return OK
+        try:
+            self._client = self._keys = self._user = None  # also what it has of its caller
             keys.close()
-        with self._lock:
-            spans, self._registered = list(self._registered.values()), {}
-        self._sessions.end_all()
-        if self._registrar is not None:
-            self._registrar.close()
-        if client is not None:
-            for span in spans:
-                with self._complain.ending("a registration"):
-                    client.deregister(span)
-            with self._complain.ending("a client"):
-                client.close()
+            registrar.close()
+        finally:  # an interrupt of what waits leaves nothing open
+            try:
+                self._sessions.end_all()
+                with self._lock:
+                    spans, self._registered = list(self._registered.values()), {}
+                for span in spans:
+                    with self._complain.ending("a registration"):
+                        client.deregister(span)
+            finally:
+                with self._complain.ending("a client"):
+                    client.close()
         return OK
 
     def get_hostname(self) -> str:
@@ -308,8 +309,7 @@ class MooncakeDistributedStore:
         """Store what several pieces of memory make up, for each key that does not exist; return a code for each."""
         same_length(keys, all_buffer_ptrs, all_sizes)
         memory = self._memory()
-        places = zip(all_buffer_ptrs, all_sizes)
-        return self._put(keys, [functools.partial(pieces_at, memory, *each) for each in places])
+        return self._put(keys, [functools.partial(pieces_at, memory, *one) for one in zip(all_buffer_ptrs, all_sizes)])
 
     @_guarded(invalid, unreached)
     def upsert(self, key: str, value: Any, config: Any = None) -> int:

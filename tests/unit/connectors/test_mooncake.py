@@ -23,6 +23,7 @@ import pytest
 from simm.connectors import mooncake, mooncake_types
 from simm.connectors.mooncake import MooncakeDistributedStore, ReplicateConfig
 from simm.constants import VALUE_BYTES_MAX
+from simm.errors import UsageError
 from simm.testing import FakeClient, FakeStore
 
 ROOT = Path(mooncake.__file__).parents[2]
@@ -61,6 +62,27 @@ def test_an_upsert_replaces_where_values_are_put_once(options: dict[str, Any]) -
     assert made.upsert("k", b"third") == 0 and made.get("k") == b"third"
     assert made.remove_all() == 0 and made.get("k") == b""
     made.close()
+
+
+@pytest.mark.parametrize("where", ["Keyspace.close", "Registrar.close", "Sessions.end_all"])
+def test_issue_a_close_that_is_interrupted_closes_the_client(
+    shared: FakeStore, memory: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It had forgotten the client by then, so that no further one closed it."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    made, client = MooncakeDistributedStore(), FakeClient(store=shared)
+    made.use(client)
+    assert made.register_buffer(ctypes.addressof(memory), SIZE) == 0 and made.health_check() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{mooncake.__name__}.{where}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.close()
+    with pytest.raises(UsageError):
+        client.get("k")
+    assert made.close() == 0 and made.health_check() == 1
 
 
 Call = Callable[[MooncakeDistributedStore, int], Any]
