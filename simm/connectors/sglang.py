@@ -56,7 +56,7 @@ from .complaints import Complaints
 from .hicache import facts, hit_policies
 from .hicache.host_pools import GEOMETRY, HostPool, Piece, buffers, head_of, of_pages, sinks_of, source, whole
 from .hicache.weight_versions import WeightVersions
-from .keyspace import NOT_FLUSHED, Keyspace, connect, identity
+from .keyspace import NOT_FLUSHED, Keyspace, connect, identity, options_of
 from .registration.of_sglang import paging_of
 from .registration.registrar import Registrar, under_names
 
@@ -79,6 +79,7 @@ _OPTIONS: Final = ("manager_address", "namespace", "model", "salt", "weight_vers
 _OF_SGLANG: Final = frozenset((
     "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "tp_lcm_size",
     "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+    "allocator",
 ))  # fmt: skip
 
 
@@ -144,7 +145,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         extra = dict(getattr(storage_config, "extra_config", None) or {})
         self._config = storage_config
         self._options = {name: extra[name] for name in _OPTIONS if extra.get(name) not in (None, "")}
-        if unknown := sorted(set(extra) - {*_OPTIONS, *_OF_SGLANG}):  # of another SGLang, or mistyped
+        if unknown := sorted(map(str, set(extra) - {*_OPTIONS, *_OF_SGLANG})):  # of another SGLang, or mistyped
             log.warning("the extra config has %s, which has no effect in SiMM: see its options %s", unknown, _OPTIONS)
         self.complain = Complaints(log)
         self._owns = client is None
@@ -158,15 +159,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         log.info("SiMM's backend for SGLang: scope %s of %s", self._keyspace.scope, self._model)
 
     def _connect(self) -> Client:
-        options: dict[str, Any] = {}
-        if "namespace" in self._options:
-            options["namespace"] = str(self._options["namespace"])
-        if "deadline_ms" in self._options:
-            try:
-                options["deadline_s"] = float(self._options["deadline_ms"]) / 1000
-            except (TypeError, ValueError):
-                raise RuntimeError(f"SiMM: deadline_ms is a number, not {self._options['deadline_ms']!r}") from None
-        return connect(str(self._options.get("manager_address", "")), **options)
+        return connect(str(self._options.get("manager_address", "")), **options_of(self._options))
 
     # -- who shares what --------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = dict(transfer.kv_connector_extra_config or {})
-        unknown = sorted(set(options) - set(_OPTIONS))
+        unknown = sorted(map(str, set(options) - set(_OPTIONS)))
         if unknown:
             raise RuntimeError(f"SiMM: there are no options {unknown}; there are {', '.join(_OPTIONS)}")
         if transfer.kv_load_failure_policy != "recompute":

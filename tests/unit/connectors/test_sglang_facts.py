@@ -157,8 +157,11 @@ def test_of_several_pools_routers_are_told_nothing(engine: Engines, name: PoolNa
 
 def test_issue_a_name_that_is_no_option_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A mistyped weight_version was ignored, and pages of other weights were found. SGLang has names there, too."""
-    for extra in ({"weight_version": "2", "backend_name": "simm", "interface_v1": 1}, {"weight-version": "2"}):
+    plain = {"weight_version": "2", "backend_name": "simm", "interface_v1": 1, "allocator": "shm"}
+    # A file of YAML has names that are no texts.
+    mistyped: dict[Any, Any] = {"weight-version": "2", True: 1, 7: 1}
+    for extra in (plain, mistyped):
         with fake_sglang.install(Served()) as module, FakeClient() as client:
             module.HiCacheSimm(Config(extra_config=extra), client=client).close()
         told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-        assert len(told) == ("weight-version" in extra) and all("weight-version" in each for each in told)
+        assert len(told) == (extra is mistyped) and all("['7', 'True', 'weight-version']" in each for each in told)
