@@ -123,14 +123,16 @@ def _lmcache(settings: Settings) -> Recipe:
     environment = {
         "LMCACHE_REMOTE_STORAGE_PLUGINS": "simm",
         "LMCACHE_EXTRA_CONFIG": json.dumps({f"remote_storage_plugin.simm.{name}": values[name] for name in values}),
-        # LMCache's own default is Python's hash, for which anybody can make prompts with equal hashes.
+        # LMCache's own default is Python's hash, for which anybody can make a prompt with the hash of a given one. That
+        # takes 2^64 tries with this one, of which LMCache keeps 64 bits; 2^32 where both prompts are one's own.
         "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor", "PYTHONHASHSEED": "0",
     }  # fmt: skip
     notes = (
         "pip install CHECKOUT (of SiMM) in the engine's environment; LMCache 0.5.6",
-        "variables for vllm serve, or the same, without LMCACHE_ and in small letters, in LMCACHE_CONFIG_FILE",
-        "the algorithm and PYTHONHASHSEED are the same in all engines, else they find nothing of each other",
+        "variables for vllm serve; or those with LMCACHE_, without it and in small letters, in LMCACHE_CONFIG_FILE",
+        "PYTHONHASHSEED stays a variable; it and the algorithm are the same in all engines, else they share nothing",
         "sha256_cbor needs vLLM: without it LMCache has a hash whose collisions anybody can make: use its server",
+        "users who put each other's texts at the head of prompts need longer hashes: LMCache's server, or SiMM's tier",
         "for requests without LoRA adapters and prompt embeddings: LMCache's keys have neither, nor vLLM's cache_salt",
     )
     transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}

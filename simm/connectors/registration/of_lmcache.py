@@ -21,7 +21,7 @@ _BEGIN: Final = "it is not known how LMCache's hashes begin"
 #: LMCache's part in an engine of vLLM: where the class is, which vLLM has a copy of, and its name.
 _IN_VLLM: Final = (
     ("lmcache.integration.vllm", "LMCacheConnectorV1Impl"), ("vllm.distributed.kv_transfer", "LMCacheConnectorV1Impl"),
-)
+)  # fmt: skip
 #: What engines in this process were found to be, by the metadata that LMCache gives each new connection of one.
 _REMEMBERED: Final[dict[int, tuple[weakref.ref[Any], str]]] = {}
 #: Where vLLM keeps a worker's connector.
@@ -94,9 +94,11 @@ def _with_vllm() -> bool:
 
 
 def hashes_weakly(algorithm: str) -> bool:
-    """Return whether it is easy to make two prompts to which LMCache gives one hash in this process.
+    """Return whether it is easy to make a prompt to which LMCache gives the hash of a given one in this process.
 
-    Of vLLM's algorithms it is not for SHA-256. Without vLLM LMCache has Python's own hash alone, whatever its setting.
+    Of vLLM's algorithms it is not for SHA-256, of which LMCache keeps 64 bits: that takes some 2^64 tries. Two prompts
+    of one's own with one hash take some 2^32 all the same. Without vLLM LMCache has Python's own hash alone, whatever
+    its setting.
     """
     return not (_with_vllm() and algorithm.startswith("sha256"))
 

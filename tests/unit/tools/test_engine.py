@@ -111,6 +111,7 @@ def test_lmcache(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["environment"]["LMCACHE_REMOTE_STORAGE_PLUGINS"] == "simm"
     assert found["environment"]["LMCACHE_PRE_CACHING_HASH_ALGORITHM"] in vllm.ALGORITHMS, "and routers make its hashes"
     assert found["environment"]["PYTHONHASHSEED"] == "0"
+    assert any("PYTHONHASHSEED stays a variable" in each for each in found["notes"]), "LMCache's file cannot have it"
     assert "LMCacheConnectorV1" in flags_of(printed(capsys, "lmcache"))["--kv-transfer-config"]
 
 
