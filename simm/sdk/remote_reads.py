@@ -240,7 +240,7 @@ class RemoteReads:
     def _resolve_misses(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: Batch, previous: bool
     ) -> Steps[Unresolved]:
-        """Ask by TCP what misses of RDMA mean, if values must not go by TCP. No value is sent."""
+        """Ask by TCP what misses of RDMA mean, if values must not go by TCP: none of more than a byte is sent."""
         unresolved = Unresolved()
         digests, results = batch.digests, batch.results
         call = tcp.resolve_misses([digests[each] for each in positions], previous, room=1)

@@ -269,8 +269,9 @@ class Stream(Service):
         entries: list[tuple[int, int, int, int]] = []
         todo: list[Part] = []
         total = 0
-        gets = any(most for _, most in msg.keys)  # else it asks for sizes only, and gets no value
-        looked = self._find(state, reader, [digest for digest, _ in msg.keys], previous, touch=gets)
+        # 0: it asks for sizes, and gets no value. 1: it has got none by RDMA, and asks why.
+        room = max((most for _, most in msg.keys), default=0)
+        looked = self._find(state, reader, [digest for digest, _ in msg.keys], previous, touch=room > 1)
         for position, ((digest, most), (status, since, found)) in enumerate(zip(msg.keys, looked)):
             if found is None or reader is None:
                 entries.append((status, 0, since & 0xFFFF_FFFF, since >> 32))
@@ -280,7 +281,7 @@ class Stream(Service):
                 entries.append((Status.OK, found.flags, found.length, found.crc))
                 todo.append((position, digest, found, reader.value(found)))
                 total += found.length
-        self._answer(peer, state, request_id, entries, todo, total, previous, gets=gets)
+        self._answer(peer, state, request_id, entries, todo, total, previous, room=room)
 
     def _fetch_ranges(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.FetchRanges) -> None:
         by_key = ranges_by_key(msg)
@@ -367,9 +368,9 @@ class Stream(Service):
     def _answer(
         self, peer: Peer, state: ConnectionState, request_id: int, entries: list[tuple[int, int, int, int]],
         todo: Iterable[Part], total: int, previous: bool, leased: Sequence[Leased | None] | None = None,
-        *, gets: bool = True,
+        *, room: int = 2,
     ) -> None:  # fmt: skip
-        """Send FETCHED, the bytes of ``todo``, ``total`` in all, and the verdict. Count it if it ``gets`` values."""
+        """Send FETCHED, the bytes of ``todo``, ``total`` in all, and the verdict. ``room``: as in :meth:`_fetch`."""
         head = reply(M.Fetched(entries), request_id)
         bound, moving = state.gate.bound, state.role == M.Role.MOVER
         sending = Sending(
@@ -381,7 +382,7 @@ class Stream(Service):
             parts += [self._copied(sending, each, each[3]) for each in todo]
             parts.append(reply(M.Verdict(sending.verdicts), request_id))
             peer.send(b"".join(parts))
-            self._count_get(state, sending, gets)
+            self._count_get(state, sending, room)
             return
         peer.bulk = True  # nothing more is parsed until the verdict is out
         state.sending = sending
@@ -532,8 +533,8 @@ class Stream(Service):
         if state.sending is not None:
             self._pump(peer, state, state.sending)
 
-    def _count_get(self, state: ConnectionState, sending: Sending, gets: bool = True) -> None:
-        statuses = [entry[0] for entry in sending.entries] if gets else []
+    def _count_get(self, state: ConnectionState, sending: Sending, room: int = 2) -> None:
+        statuses = [each[0] for each in sending.entries if room > 1 or (room and each[0] != Status.TOO_LARGE)]
         torn = sending.verdicts.count(Status.TORN)
         state.counted.fetched(state.namespace, statuses, torn, sending.size, state.began, sending.previous)
 
