@@ -586,7 +586,7 @@ class WorkerSlot:
         if not stats:
             return M.WorkerLoad(0, 0, 0, 0, moves_left)
         used = stats["data_bytes"] - stats["free_bytes"]
-        evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["group_evictions"]
+        evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"]
         moved = self.moved_before + self.progress.bytes
         rate = self.progress.rate if moves_left else 0
         return M.WorkerLoad(used, stats["entries"], stats["puts"], evictions, moves_left, moved, rate)

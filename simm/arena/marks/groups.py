@@ -157,7 +157,7 @@ class Groups:
         #: Groups that are whole.
         self.count = 0
         #: Entries that were dropped as others of their groups had left.
-        self.evicted = 0
+        self.evicted = self.evicted_with = 0
 
     # -- marking ------------------------------------------------------------------------------
 
@@ -325,6 +325,7 @@ class Groups:
                 continue
             if evicted:
                 self._note((slot,))
+                self.evicted_with += 1
             self._drop(slot)
             self.evicted += 1
 
@@ -343,7 +344,9 @@ class Groups:
                 goes = [*map(not_, stay)]
                 slots, offsets = [*compress(slots, goes)], [*compress(offsets, goes)]
             if slots:
-                self._note([*filter(part.__getitem__, slots)])
+                gone = [*filter(part.__getitem__, slots)]
+                self._note(gone)
+                self.evicted_with += len(gone)
                 self._drop_many(slots, offsets)
                 self.evicted += len(slots)
             self._beat()
@@ -377,4 +380,4 @@ class Groups:
 
     def stats(self) -> dict[str, int]:
         """Return counters and gauges."""
-        return {"groups": self.count, "group_evictions": self.evicted}
+        return {"groups": self.count, "group_evictions": self.evicted, "evicted_with_groups": self.evicted_with}

@@ -44,7 +44,7 @@ class LocalWorker:
     def evicted(self) -> int:
         """Return the number of entries that were evicted so far. Raises SimmError."""
         stats = self._stats()
-        return int(sum(stats["evictions"].values())) + int(stats["set_evictions"]) + int(stats["group_evictions"])
+        return int(sum(stats["evictions"].values())) + int(stats["set_evictions"]) + int(stats["evicted_with_groups"])
 
     def polled_ns(self) -> int:
         """Return the time that the worker has polled in vain so far. Raises SimmError."""

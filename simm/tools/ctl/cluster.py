@@ -105,7 +105,7 @@ def local_nodes(asked: Sequence[Asked], why: str) -> list[Row]:
         row["capacity_bytes"] += stats["data_bytes"]
         row["entries"] += stats["entries"]
         row["puts"] += stats["puts"]
-        row["evictions"] += sum(stats["evictions"].values()) + stats["set_evictions"] + stats["group_evictions"]
+        row["evictions"] += sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"]
     if not rows:
         raise TransportError(f"{why}; and no data server of this host is in --runtime-dir")
     return list(rows.values())

@@ -53,7 +53,7 @@ def worker_rows(asked: Sequence[Asked]) -> list[Row]:
         row: Row = {"worker": each.name, "reason": each.why}
         if stats:
             counts = [sum(column) for column in zip(*stats["counted"]["namespaces"].values())]
-            evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["group_evictions"]
+            evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"]
             row |= {
                 "pid": stats["pid"], "entries": stats["entries"], "data_bytes": stats["data_bytes"],
                 "used_bytes": stats["data_bytes"] - stats["free_bytes"], "granted_bytes": stats["granted_bytes"],

@@ -31,8 +31,8 @@ from simm.wire.messages import Status
 STATS: dict[str, Any] = {
     "pid": 7, "entries": 3, "data_bytes": 1 << 20, "free_bytes": 1 << 19, "granted_bytes": 0, "pins": 0,
     "sessions_quarantined": 0, "epoch": 4, "shards": 16384, "fenced": False, "evictions": {"own": 2},
-    "set_evictions": 1, "group_evictions": 0, "put_failures": {"no_room": 0}, "policy": "lru", "poll_us": 50,
-    "segment": "simm-none", "clients": [], "clients_left_out": 0,
+    "set_evictions": 1, "group_evictions": 0, "evicted_with_groups": 0, "put_failures": {"no_room": 0}, "policy": "lru",
+    "poll_us": 50, "segment": "simm-none", "clients": [], "clients_left_out": 0,
     "counted": {"namespaces": {}, "latencies": {}, "disbelieved": 0},
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[wh
 
 def test_what_left_with_its_group_counts_as_evicted() -> None:
     """``simm nodes``, ``simm ctl workers`` and a drain left those out."""
-    stats = asked(puts=9, moving=0, frozen=0, group_evictions=4)
+    stats = asked(puts=9, moving=0, frozen=0, evicted_with_groups=4, group_evictions=5)
     (worker,), (node,) = worker_rows([stats]), local_nodes([stats], "no manager")
     slot: Any = SimpleNamespace(stats=stats.stats, moved_before=0, progress=M.MoveProgress(0, 0, 0, 0, 0))
     assert worker["evictions"] == node["evictions"] == WorkerSlot.load(slot, 0).evictions == 7

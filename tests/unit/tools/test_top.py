@@ -31,8 +31,8 @@ from tests.support.waiting import WAIT_S
 STATS: dict[str, Any] = {
     "pid": 7, "entries": 3, "data_bytes": 1 << 30, "free_bytes": 1 << 29, "granted_bytes": 0, "pins": 0,
     "sessions_quarantined": 0, "epoch": 4, "shards": 16384, "fenced": False, "evictions": {"own": 2},
-    "set_evictions": 1, "group_evictions": 0, "put_failures": {"no_room": 0}, "policy": "lru", "poll_us": 50,
-    "segment": "simm-none", "clients": [], "clients_left_out": 0,
+    "set_evictions": 1, "group_evictions": 0, "evicted_with_groups": 0, "put_failures": {"no_room": 0}, "policy": "lru",
+    "poll_us": 50, "segment": "simm-none", "clients": [], "clients_left_out": 0,
 }  # fmt: skip
 CLIENT = {
     "session": 1, "pid": 1 << 30, "namespace": "a", "kind": "client", "quarantined": False, "grants": 0,

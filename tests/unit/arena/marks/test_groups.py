@@ -647,9 +647,10 @@ def test_what_leaves_with_an_evicted_member_is_remembered_as_evicted(segment: Ow
     made = put_groups(store, (members(name, count) for name in names), size, lambda: store.groups.evicted >= 4 * count)
     gone = [each for each in made if store.table.lookup(each) < 0]
     assert len(gone) >= 4 * count and remembered(store, gone) > 0.8
-    mates = made[-count:]
+    mates, before = made[-count:], store.groups.evicted_with
+    assert before == store.groups.evicted
     assert store.delete(mates[:1]) == [Status.OK] and store.exists(mates) == [Status.NOT_FOUND] * count
-    assert remembered(store, mates) == 0, "they were dropped as one was deleted"
+    assert remembered(store, mates) == 0 and store.groups.evicted_with == before, "they were dropped as one was deleted"
 
 
 def test_what_leaves_full_sets_is_remembered_as_evicted(small_segment: OwnedArena) -> None:
