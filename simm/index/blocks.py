@@ -110,7 +110,6 @@ class Blocks:
                 self._live[lane] = False
                 self._dead.append(lane)
             source.lanes.clear()
-            source.sizes.clear()
             source.unpark_all()
             if len(self._dead) > DEAD_MAX:
                 self.sweep()
@@ -281,6 +280,7 @@ class Blocks:
 
     def _stored(self, source: Source, event: Stored, rank: int) -> None:
         where, tier = event.where, source.tier_of_stored(event)
+        source.note_group(where.group, event.block_size or source.registration.block_size)
         if source.blocks + len(event.hashes) > BLOCKS_MAX:
             raise Missed("too many blocks")
         if event.tokens is None and (event.standard or source.registration.store):
@@ -295,7 +295,6 @@ class Blocks:
         size = event.block_size or source.registration.block_size
         if size is None or len(event.tokens) != 4 * size * len(event.hashes):
             raise Missed("not the tokens of all blocks")
-        source.sizes[where.group, rank] = size
         source.pairs |= event.pairs
         todo = [] if event.rest and source.join(event, lane) else [Parked(event, rank, set())]
         while todo:

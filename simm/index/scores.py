@@ -167,7 +167,7 @@ def score(
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
         told = {each: _expected(each, space, np.asarray(keys, np.uint64), now) for each in sources if each.expected}
         unknown = sorted({medium for each in sources for medium in each.media})
-        wanted = {each: each.groups(space.block_size) for each in sources if len(each.sizes) > 1}
+        wanted = {each: each.groups(space.block_size) for each in sources if len(each.dense) > 1}
     matches: dict[str, Match] = {}
     pools: dict[str, list[tuple[Holder, _Bits]]] = {}
     ranks: dict[tuple[Source, int], list[Found]] = {}
@@ -178,7 +178,7 @@ def score(
         elif endpoints is None or registration.instance in endpoints:
             ranks.setdefault((holder.source, holder.rank), []).append((counts, same))
     for (source, rank), mine in ranks.items():
-        if source in wanted and len(mine) < wanted[source][rank]:
+        if wanted and len(mine) < wanted.get(source, 0):
             mine = [_NO_BLOCKS]  # one of its groups has none in this space
         (counts, same), *others = mine
         if same is not None and not others and not (told and told.get(source)):

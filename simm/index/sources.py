@@ -47,6 +47,8 @@ EXPECTED_MAX: Final = 256
 
 #: Parts of blocks that are remembered of each source.
 PARTS_MAX: Final = 1024
+#: Groups of a source that are told apart where a space lacks one, and sizes of blocks of one.
+GROUPS_MAX: Final = 64
 #: Why an event does not count that tells of a part of a block.
 _PART: Final = "a part of a block"
 
@@ -193,8 +195,8 @@ class Source:
     registration: Registration
     #: (group, rank) -> the owner of its aliases.
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)
-    #: The same -> the size of the group's blocks, as it told last.
-    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    #: Of each group with full attention the sizes of blocks that it told of, counted or not.
+    dense: dict[int, frozenset[int]] = field(default_factory=dict)
     holders: dict[tuple[Space, int, int, str], Holder] = field(default_factory=dict)
     #: Not counted now: what is known of it may be wrong.
     stale: bool = False
@@ -285,9 +287,15 @@ class Source:
             size,
         )  # fmt: skip
 
-    def groups(self, block_size: int) -> Counter[int]:
-        """Return by rank how many groups with full attention have blocks of this size. O(ranks x groups)."""
-        return Counter(rank for (_, rank), size in self.sizes.items() if size == block_size)
+    def note_group(self, group: int, size: int | None) -> None:
+        """Note that a group with full attention has blocks of a size, whether they count or not. O(1)."""
+        sizes = self.dense.get(group, frozenset())
+        if size is not None and size not in sizes and len(self.dense) <= GROUPS_MAX and len(sizes) < GROUPS_MAX:
+            self.dense[group] = sizes | {size}
+
+    def groups(self, block_size: int) -> int:
+        """Return how many groups with full attention have blocks of this size. O(groups)."""
+        return sum(block_size in sizes for sizes in self.dense.values())
 
     def ignore(self, why: Ignored) -> None:
         """Count an event that does not count."""

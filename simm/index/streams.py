@@ -100,8 +100,13 @@ class Stream:
         self._anew()
 
     def failed(self) -> None:
-        """Note that something of this publisher was not applied, whatever it was. The connection is as it was."""
+        """Note that something of this publisher was not applied, whatever it was. The connection is as it was.
+
+        It counts as a replay that failed: another one is asked for, after a longer pause each time.
+        """
+        failures = self.failures
         self._anew()
+        self.failures = failures + 1
 
     def message(self, number: int, payload: bytes) -> int | None:
         """Take a message. Return the number from which a replay must begin, if one must."""
@@ -222,6 +227,7 @@ class Stream:
         """
         self._lose()
         self.source.ranks.clear()
+        self.source.dense.clear()
         self.next, self._live = None, -1
         self.replaying = self.aside = self.source.stale = False
         self.failures = 0

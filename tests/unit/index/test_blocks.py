@@ -23,7 +23,7 @@ from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.events import BadEvent, decode  # noqa: E402
 from simm.index.keys import chain, request_keys, token_bytes  # noqa: E402
 from simm.index.scores import WEIGHTS, Scores, score  # noqa: E402
-from simm.index.sources import Registration, Source, Space  # noqa: E402
+from simm.index.sources import GROUPS_MAX, Registration, Source, Space  # noqa: E402
 from tests.support.dose import dose  # noqa: E402
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -328,7 +328,34 @@ def test_nothing_counts_of_a_space_of_which_one_of_several_groups_has_told_nothi
     apply(index, source, told(0, [41, 42], lora_name="y"))
     assert sum(each == adapter for each, *_ in source.holders) == 1 and found(adapter) == {"B": 2}
     apply(index, source, {"type": "AllBlocksCleared"}, told(0))
-    assert found(SPACE) == {"A": 2}, "what is known of groups goes with all else"
+    assert not found(SPACE), "it is the same engine"
+    apply(index, source, told(1))
+    assert found(SPACE) == {"A": 2}
+
+
+@pytest.mark.parametrize("why", ["refused", "of another size, too"])
+def test_a_group_of_which_nothing_counts_yet_is_known(why: str) -> None:
+    index = Blocks()
+    source, tokens = engine(index), prompt(2)
+    first, second = (stored([1, 2], tokens, group_idx=at, kv_cache_spec_kind="full_attention") for at in range(2))
+    if why == "refused":
+        apply(index, source, first, {**second, "token_ids": tokens[:-1]})
+        assert source.ignored["not the tokens of all blocks"] == 1
+    else:
+        smaller = {**second, "block_hashes": [1, 2, 3, 4], "block_size": SIZE // 2}
+        apply(index, source, first, second, smaller, {"type": "AllBlocksCleared"}, first)
+    assert not asked(index, tokens).matches
+    apply(index, source, second)
+    assert asked(index, tokens).matches["A"].blocks == 2
+
+
+def test_groups_of_a_publisher_that_tells_of_too_many_are_bounded() -> None:
+    index = Blocks()
+    source = engine(index)
+    for group in range(GROUPS_MAX + 9):
+        source.note_group(group, SIZE)
+        source.note_group(0, group + 1)
+    assert len(source.dense) <= GROUPS_MAX + 1 and max(map(len, source.dense.values())) <= GROUPS_MAX
 
 
 def test_a_part_of_a_block_is_left_out() -> None:

@@ -276,6 +276,23 @@ def test_after_a_failure_a_publisher_is_asked_again_over_the_same_connection() -
     assert source.lost and stream.retry() is None, "there is nobody to ask"
 
 
+def test_after_a_failure_an_engine_that_is_silent_is_asked_again() -> None:
+    _, stream = _stream()
+    stream.connected()
+    stream.replayed(0, packed(CLEARED))
+    stream.replay_ended()
+    pauses = []
+    for _ in range(streams_module.ASKS_MAX - 1):
+        stream.failed()
+        assert stream.source.lost and stream.retry() == 0
+        pauses.append(stream.failures)
+    assert pauses == sorted(set(pauses)), "ever more rarely"
+    stream.failed()
+    assert stream.retry() is None
+    stream.message(0, packed(CLEARED))
+    assert stream.complete and not stream.source.lost
+
+
 def test_nothing_counts_before_what_came_during_a_replay_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be removals: between two slices of them others asked, and what was gone counted."""
     index, stream = _stream()
