@@ -119,6 +119,7 @@ def test_what_is_stored_is_not_stored_again(engine: Engines, store: FakeStore) -
     backend = engine(pool)
     puts: list[int] = []
     assert stores(backend, pool, 4)
+    wait_until(lambda: backend._registrar._thread is None, "its keys are registered, which is a put")
     store.latency = lambda operation, keys: puts.append(keys) if operation == "put" else None
     assert stores(backend, pool, 6) and stores(backend, pool, 6)
     assert puts == [2]
