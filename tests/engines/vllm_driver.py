@@ -223,9 +223,9 @@ def vanished(case: Case, manager: str, seed: int, step: dict[str, Any]) -> dict[
         one.store(seed)
         original = other.tier._load
 
-        def late(keys: list[Any], spans: list[Any]) -> list[bool]:
-            one.tier._client.delete_digests(one.tier._digests(keys[2:4]))
-            good: list[bool] = original(keys, spans)
+        def late(job: Any, spans: list[Any]) -> list[bool]:
+            one.tier._client.delete_digests(one.tier._digests(job.keys[2:4]))
+            good: list[bool] = original(job, spans)
             return good
 
         other.tier._load = late

@@ -240,12 +240,13 @@ class Run:
         for name in ("_load", "_load_layers"):
             original = getattr(side, name)
 
-            def late(load: Any, layers: Any, original: Any = original) -> None:
+            def late(loading: Any, original: Any = original) -> None:
+                load = loading.load
                 keys = side._keyspace.digests(load.generation, side._keys(load.blocks[2 : 2 + blocks]))
                 side._client.delete_digests(keys)
                 for each in ("_load", "_load_layers"):
                     vars(side).pop(each, None)
-                original(load, layers)
+                original(loading)
 
             setattr(side, name, late)
 
