@@ -23,7 +23,7 @@ from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.events import BadEvent, decode  # noqa: E402
 from simm.index.keys import chain, request_keys, token_bytes  # noqa: E402
 from simm.index.scores import WEIGHTS, Scores, score  # noqa: E402
-from simm.index.sources import GROUPS_MAX, Registration, Source, Space  # noqa: E402
+from simm.index.sources import Registration, Source, Space  # noqa: E402
 from tests.support.dose import dose  # noqa: E402
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -299,17 +299,14 @@ def test_a_group_that_keeps_a_window_is_not_counted_and_all_others_must_agree() 
     assert source.ignored["not the tokens of all blocks"] == 1
 
 
-def test_nothing_counts_of_a_space_of_which_one_of_several_groups_has_told_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_counts_where_one_of_several_groups_has_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its event was refused, or it was forgotten for other spaces: the other group's blocks counted alone."""
     monkeypatch.setattr(blocks_module, "HOLDERS_MAX", 5)
     index = Blocks()
     source, other = engine(index), engine(index, "B")
     tokens, adapter = prompt(2), SPACE._replace(lora="x")
-    names = [21, 22]
 
-    def told(group: int, of: Sequence[int] = names, **more: Any) -> dict[str, Any]:
+    def told(group: int, of: Sequence[int] = (21, 22), **more: Any) -> dict[str, Any]:
         return stored(of, tokens, group_idx=group, kv_cache_spec_kind="full_attention", **more)
 
     def found(space: Space) -> dict[str, int]:
@@ -323,7 +320,7 @@ def test_nothing_counts_of_a_space_of_which_one_of_several_groups_has_told_nothi
     assert found(adapter) == {"B": 2} and found(SPACE) == {"A": 2}
     apply(index, source, told(1, lora_name="x"))
     assert found(adapter) == {"A": 2, "B": 2}
-    apply(index, source, removed(names, group_idx=1))
+    apply(index, source, removed([21, 22], group_idx=1))
     assert found(adapter) == {"B": 2}
     apply(index, source, told(0, [41, 42], lora_name="y"))
     assert sum(each == adapter for each, *_ in source.holders) == 1 and found(adapter) == {"B": 2}
@@ -347,15 +344,6 @@ def test_a_group_of_which_nothing_counts_yet_is_known(why: str) -> None:
     assert not asked(index, tokens).matches
     apply(index, source, second)
     assert asked(index, tokens).matches["A"].blocks == 2
-
-
-def test_groups_of_a_publisher_that_tells_of_too_many_are_bounded() -> None:
-    index = Blocks()
-    source = engine(index)
-    for group in range(GROUPS_MAX + 9):
-        source.note_group(group, SIZE)
-        source.note_group(0, group + 1)
-    assert len(source.dense) <= GROUPS_MAX + 1 and max(map(len, source.dense.values())) <= GROUPS_MAX
 
 
 def test_a_part_of_a_block_is_left_out() -> None:

@@ -38,7 +38,7 @@ from simm.index.events import (  # noqa: E402
 from simm.index.keys import token_bytes  # noqa: E402
 from simm.index.publishers import Publishers, _Link  # noqa: E402
 from simm.index.service import QUESTION_BLOCKS_MAX, Service  # noqa: E402
-from simm.index.sources import EXPECTED_MAX, PARKED_BYTES_MAX, Parked, Registration, Source  # noqa: E402
+from simm.index.sources import EXPECTED_MAX, GROUPS_MAX, PARKED_BYTES_MAX, Parked, Registration, Source  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 MIB = 1 << 20
@@ -412,3 +412,11 @@ def test_messages_of_a_connection_that_is_over_are_not_believed(
 
 def test_the_queues_of_a_publisher_are_bounded_in_bytes() -> None:
     assert publishers_module.QUEUE_MESSAGES * publishers_module.MESSAGE_BYTES_MAX <= 1 << 30
+
+
+def test_groups_of_a_publisher_that_tells_of_too_many() -> None:
+    source = Blocks().register(Registration("A", "m", block_size=4))
+    for group in range(GROUPS_MAX + 9):
+        source.note_group(group, 4)
+        source.note_group(0, group + 1)
+    assert len(source.dense) <= GROUPS_MAX + 1 and max(map(len, source.dense.values())) <= GROUPS_MAX
