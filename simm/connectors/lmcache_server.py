@@ -296,7 +296,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         bits = Bitmap(len(keys))
         names = self._names(keys)
         slots: dict[int, Slot] = {}
-        for at, each in enumerate(objects):
+        for at, each in enumerate(objects[: len(names)]):
             with contextlib.suppress(UsageError):  # more than a value: none is stored
                 slots[at] = self._arena.slot(each)
         with self._lock:
