@@ -520,10 +520,10 @@ class Store:
 
     # -- eviction -----------------------------------------------------------------------------
 
-    def _drop_entry(self, slot: int) -> None:
+    def _drop_entry(self, slot: int, evicted: bool = False) -> None:
         """Remove an entry from the table, then free its chunk."""
         if self.groups.used:
-            self.groups.leave(slot, self.space.evicting)
+            self.groups.leave(slot, evicted or self.space.evicting)
         if self.shard_words.moving:
             self.shard_words.note_dropped(self.table.entry(slot).digest)
         offset = self.space.offset(slot)
@@ -573,8 +573,7 @@ class Store:
         if best < 0:
             return False
         self.space.victims.note((best,))
-        self.groups.leave_many((best,), evicted=True)
-        self._drop_entry(best)
+        self._drop_entry(best, evicted=True)
         self.set_evictions += 1
         self.visited[best] = 0
         self.groups.drop_orphans()
