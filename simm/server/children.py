@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from ..arena.events.victims import evicted_in
 from ..arena.vault import Vault
 from ..config.logs import log_as
 from ..errors import CorruptionError, SimmError
@@ -586,10 +587,9 @@ class WorkerSlot:
         if not stats:
             return M.WorkerLoad(0, 0, 0, 0, moves_left)
         used = stats["data_bytes"] - stats["free_bytes"]
-        evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"]
         moved = self.moved_before + self.progress.bytes
         rate = self.progress.rate if moves_left else 0
-        return M.WorkerLoad(used, stats["entries"], stats["puts"], evictions, moves_left, moved, rate)
+        return M.WorkerLoad(used, stats["entries"], stats["puts"], evicted_in(stats), moves_left, moved, rate)
 
     def mover_ended(self) -> None:
         """Add the mover's last report to what its predecessors copied."""

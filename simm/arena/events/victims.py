@@ -6,7 +6,7 @@ little: counts are exact, and the age is that of one entry in AGE_SAMPLE, or of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +23,11 @@ GHOST_BITS_MIN, GHOST_BITS_MAX = 10, 22
 AGE_BUCKETS: Final = 22
 #: In place of a size: any above those of slabs.
 LARGE: Final = "large"
+
+
+def evicted_in(stats: Mapping[str, Any]) -> int:
+    """Return how many entries have left to make room, of what a store's counters say: groups' other members too."""
+    return int(sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"])
 
 
 def age_bound_s(bucket: int) -> float:

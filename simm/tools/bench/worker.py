@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import psutil
 
+from ...arena.events.victims import evicted_in
 from ...errors import SimmError
 from ...ipc.segments import socket_path
 from ...net.channel import Channel
@@ -43,8 +44,7 @@ class LocalWorker:
 
     def evicted(self) -> int:
         """Return the number of entries that were evicted so far. Raises SimmError."""
-        stats = self._stats()
-        return int(sum(stats["evictions"].values())) + int(stats["set_evictions"]) + int(stats["evicted_with_groups"])
+        return evicted_in(self._stats())
 
     def polled_ns(self) -> int:
         """Return the time that the worker has polled in vain so far. Raises SimmError."""

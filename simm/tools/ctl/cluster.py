@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...arena.events.victims import evicted_in
 from ...arena.layout import HEADER_BYTES
 from ...cluster.shard_map import ShardMap
 from ...config.settings import Settings
@@ -105,7 +106,7 @@ def local_nodes(asked: Sequence[Asked], why: str) -> list[Row]:
         row["capacity_bytes"] += stats["data_bytes"]
         row["entries"] += stats["entries"]
         row["puts"] += stats["puts"]
-        row["evictions"] += sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"]
+        row["evictions"] += evicted_in(stats)
     if not rows:
         raise TransportError(f"{why}; and no data server of this host is in --runtime-dir")
     return list(rows.values())

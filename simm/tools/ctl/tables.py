@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from ...arena.events.victims import evicted_in
 from ...errors import printable
 from ...host.processes import program_of
 from ...ipc.tally import Totals, counters_summary
@@ -53,13 +54,12 @@ def worker_rows(asked: Sequence[Asked]) -> list[Row]:
         row: Row = {"worker": each.name, "reason": each.why}
         if stats:
             counts = [sum(column) for column in zip(*stats["counted"]["namespaces"].values())]
-            evictions = sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"]
             row |= {
                 "pid": stats["pid"], "entries": stats["entries"], "data_bytes": stats["data_bytes"],
                 "used_bytes": stats["data_bytes"] - stats["free_bytes"], "granted_bytes": stats["granted_bytes"],
                 "pins": stats["pins"], "clients": sum(each["kind"] == "client" for each in stats["clients"]),
                 "quarantined": stats["sessions_quarantined"], "epoch": stats["epoch"], "shards": stats["shards"],
-                "fenced": stats["fenced"], "evictions": evictions,
+                "fenced": stats["fenced"], "evictions": evicted_in(stats),
                 "evictions_by_reason": stats["evictions"], "put_failures_by_cause": stats["put_failures"],
                 "policy": stats["policy"], "poll_us": stats["poll_us"], "segment": stats["segment"],
                 **(_done(counters_summary(counts)) if counts else {}),
