@@ -22,47 +22,12 @@ from simm.index import sources as sources_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.events import BadEvent, decode  # noqa: E402
 from simm.index.keys import chain, request_keys, token_bytes  # noqa: E402
-from simm.index.scores import WEIGHTS, Scores, score  # noqa: E402
-from simm.index.sources import Registration, Source, Space  # noqa: E402
+from simm.index.scores import WEIGHTS, Scores  # noqa: E402
+from simm.index.sources import Registration, Space  # noqa: E402
 from tests.support.dose import dose  # noqa: E402
+from tests.support.index_events import MODEL, SIZE, SPACE, apply, asked, engine, message, prompt, removed, stored  # noqa: E402
 
 DOCS = Path(__file__).parents[3] / "docs"
-SIZE = 4
-MODEL = "org/model"
-SPACE = Space(MODEL, "", "default", "", SIZE)
-
-
-def message(*events: Any, rank: int | None = None) -> bytes:
-    return msgspec.msgpack.encode([1.5, list(events), rank])
-
-
-def stored(hashes: Sequence[Any], tokens: Sequence[int], parent: Any = None, **more: Any) -> dict[str, Any]:
-    return {"type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent,
-            "token_ids": list(tokens), "block_size": SIZE, **more}  # fmt: skip
-
-
-def removed(hashes: Sequence[Any], **more: Any) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": list(hashes), **more}
-
-
-def apply(index: Blocks, source: Source, *events: Any, more: bool = False) -> list[str]:
-    batch = decode(message(*events))
-    index.apply(source, batch.events, batch.rank, more=more)
-    return batch.refused
-
-
-def prompt(blocks: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 1000 + at).randrange(1 << 17) for at in range(blocks * SIZE)]
-
-
-def asked(index: Blocks, tokens: Sequence[int], space: Space = SPACE, **more: Any) -> Scores:
-    return score(index, space, request_keys(list(tokens), space.block_size), **more)
-
-
-def engine(index: Blocks, name: str = "A", **more: Any) -> Source:
-    return index.register(Registration(name, MODEL, block_size=SIZE, **more))
-
-
 # -- keys ----------------------------------------------------------------------------------------------
 
 
@@ -282,68 +247,6 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
         apply(index, source, stored([1000 + number], prompt(1), 5000 + number))
     assert source.waiting == sum(len(each) for each in source.parked.values()) == 10
-
-
-def test_a_group_that_keeps_a_window_is_not_counted_and_all_others_must_agree() -> None:
-    index = Blocks()
-    source = engine(index)
-    tokens = prompt(3)
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
-    apply(index, source, stored([11, 12, 13], tokens, **window))
-    assert asked(index, tokens).matches == {}
-    apply(index, source, stored([11, 12, 13], tokens, kv_cache_spec_kind="full_attention"), removed([12], group_idx=1))
-    assert asked(index, tokens).matches["A"].blocks == 3
-    apply(index, source, stored([11, 12], tokens[: 2 * SIZE], group_idx=2, kv_cache_spec_kind="full_attention"))
-    assert asked(index, tokens).matches["A"].blocks == 2
-    apply(index, source, stored([21, 22], tokens[SIZE:]), stored([31, 32], tokens[SIZE:-1]))
-    assert source.ignored["not the tokens of all blocks"] == 1
-
-
-def test_nothing_counts_where_one_of_several_groups_has_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its event was refused, or it was forgotten for other spaces: the other group's blocks counted alone."""
-    monkeypatch.setattr(blocks_module, "HOLDERS_MAX", 5)
-    index = Blocks()
-    source, other = engine(index), engine(index, "B")
-    tokens, adapter = prompt(2), SPACE._replace(lora="x")
-
-    def told(group: int, of: Sequence[int] = (21, 22), **more: Any) -> dict[str, Any]:
-        return stored(of, tokens, group_idx=group, kv_cache_spec_kind="full_attention", **more)
-
-    def found(space: Space) -> dict[str, int]:
-        return {name: each.blocks for name, each in asked(index, tokens, space).matches.items()}
-
-    smaller = {**told(2, [31, 32, 33, 34]), "block_size": SIZE // 2}
-    apply(index, source, told(0, [11, 12]), told(1, [11, 12]), smaller)
-    assert found(SPACE) == {"A": 2}, "blocks of another size are in another space"
-    apply(index, source, told(0, lora_name="x"))
-    apply(index, other, told(0, lora_name="x"))
-    assert found(adapter) == {"B": 2} and found(SPACE) == {"A": 2}
-    apply(index, source, told(1, lora_name="x"))
-    assert found(adapter) == {"A": 2, "B": 2}
-    apply(index, source, removed([21, 22], group_idx=1))
-    assert found(adapter) == {"B": 2}
-    apply(index, source, told(0, [41, 42], lora_name="y"))
-    assert sum(each == adapter for each, *_ in source.holders) == 1 and found(adapter) == {"B": 2}
-    apply(index, source, {"type": "AllBlocksCleared"}, told(0))
-    assert not found(SPACE), "it is the same engine"
-    apply(index, source, told(1))
-    assert found(SPACE) == {"A": 2}
-
-
-@pytest.mark.parametrize("why", ["refused", "of another size, too"])
-def test_a_group_of_which_nothing_counts_yet_is_known(why: str) -> None:
-    index = Blocks()
-    source, tokens = engine(index), prompt(2)
-    first, second = (stored([1, 2], tokens, group_idx=at, kv_cache_spec_kind="full_attention") for at in range(2))
-    if why == "refused":
-        apply(index, source, first, {**second, "token_ids": tokens[:-1]})
-        assert source.ignored["not the tokens of all blocks"] == 1
-    else:
-        smaller = {**second, "block_hashes": [1, 2, 3, 4], "block_size": SIZE // 2}
-        apply(index, source, first, second, smaller, {"type": "AllBlocksCleared"}, first)
-    assert not asked(index, tokens).matches
-    apply(index, source, second)
-    assert asked(index, tokens).matches["A"].blocks == 2
 
 
 def test_a_part_of_a_block_is_left_out() -> None:
