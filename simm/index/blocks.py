@@ -280,7 +280,8 @@ class Blocks:
 
     def _stored(self, source: Source, event: Stored, rank: int) -> None:
         where, tier = event.where, source.tier_of_stored(event)
-        source.note_group(where.group, event.block_size or source.registration.block_size)
+        if event.tokens is not None:  # without, it may be of any kind: offloads of a hybrid model name none
+            source.note_group(where.group, event.block_size or source.registration.block_size)
         if source.blocks + len(event.hashes) > BLOCKS_MAX:
             raise Missed("too many blocks")
         if event.tokens is None and (event.standard or source.registration.store):

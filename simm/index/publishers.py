@@ -218,8 +218,8 @@ class _Link:
 
     def _pause(self) -> float:
         """Return for how long nothing is asked after a replay."""
-        if self.stream.source.registration.type == "simm":
-            return RETRY_S
+        if self.stream.source.registration.type == "simm" and not self.stream.held:
+            return RETRY_S  # it may have come back
         return _pause_s(self.stream.failures)
 
 

@@ -67,6 +67,8 @@ class Stream:
         self.aside = False
         #: Replays that failed since the last whole answer.
         self.failures = 0
+        #: Something was not applied: what comes next asks for no replay, but :meth:`retry` does.
+        self.held = False
         #: The next failure has others after it before what was known is forgotten.
         self._patient = False
         #: Number of the message since which all is known.
@@ -102,11 +104,13 @@ class Stream:
     def failed(self) -> None:
         """Note that something of this publisher was not applied, whatever it was. The connection is as it was.
 
-        It counts as a replay that failed: another one is asked for, after a longer pause each time.
+        It counts as a replay that failed: another one is asked for, after a longer pause each time. What comes until
+        then counts, as far as it is applied.
         """
         failures = self.failures
         self._anew()
-        self.failures = failures + 1
+        self.failures, self.held = failures, True
+        self._count_failure()
 
     def message(self, number: int, payload: bytes) -> int | None:
         """Take a message. Return the number from which a replay must begin, if one must."""
@@ -117,7 +121,7 @@ class Stream:
         if self.replaying:
             self._keep(number, payload)
             return None
-        if self._replays and number > (self.next or 0):
+        if self._replays and number > (self.next or 0) and not (self.held and self.next is None):
             self.counts["gaps"] += self.next is not None
             start = self._replay(self.next or 0)
             self._keep(number, payload)
@@ -194,13 +198,16 @@ class Stream:
 
     def _failed(self) -> None:
         self.counts["failed replays"] += 1
+        self._count_failure()
+
+    def _count_failure(self) -> None:
         self.failures += 1
         told = self.source.registration
         if self.failures == ASKS_MAX and told.type != "simm":
-            log.warning("%r has answered none of %d replays: it is asked no more", told.instance, ASKS_MAX)
+            log.warning("none of %d replays of %r could be followed: it is asked no more", ASKS_MAX, told.instance)
 
     def _answered(self) -> None:
-        self.failures = 0
+        self.failures, self.held = 0, False
         self._settle()
 
     def _give_up(self) -> None:
@@ -227,8 +234,9 @@ class Stream:
         """
         self._lose()
         self.source.ranks.clear()
-        self.source.dense.clear()
-        self.next, self._live = None, -1
+        with self._index.lock:  # whoever asks goes through them
+            self.source.dense.clear()
+        self.next, self._live, self.held = None, -1, False
         self.replaying = self.aside = self.source.stale = False
         self.failures = 0
         self._drop_kept()

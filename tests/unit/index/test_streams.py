@@ -293,6 +293,27 @@ def test_after_a_failure_an_engine_that_is_silent_is_asked_again() -> None:
     assert stream.complete and not stream.source.lost
 
 
+@pytest.mark.parametrize("type", ["vllm", "simm"])
+def test_after_a_failure_what_comes_asks_for_nothing(type: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each message that failed asked for a whole replay at once, in the one thread of all publishers."""
+    index = Blocks()
+    stream = Stream(index, index.register(Registration("A", "m", type, block_size=1)), replays=True)
+    stream.connected()
+    stream.replayed(9, packed(CLEARED))
+    stream.replay_ended()
+    for number in range(10, 30):
+        assert stream.message(number, packed(stored(0))) is None and not stream.asking
+        stream.failed()
+        assert stream.held and stream.failures == number - 9
+    assert len(caplog.records) == (type == "vllm"), "it says so once it asks no more"
+    stream.message(30, packed(stored(0)))
+    assert index.entries == 3 and stream.source.lost, "what comes counts"
+    assert stream.message(32, packed(stored(1))) == 31 and stream.asking, "a hole"
+    stream.replayed(31, packed(CLEARED))
+    stream.replay_ended()
+    assert not stream.held and not stream.failures
+
+
 def test_nothing_counts_before_what_came_during_a_replay_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be removals: between two slices of them others asked, and what was gone counted."""
     index, stream = _stream()
