@@ -26,8 +26,11 @@ LARGE: Final = "large"
 
 
 def evicted_in(stats: Mapping[str, Any]) -> int:
-    """Return how many entries have left to make room, of what a store's counters say: groups' other members too."""
-    return int(sum(stats["evictions"].values()) + stats["set_evictions"] + stats["evicted_with_groups"])
+    """Return how many entries have left to make room, of what a store's counters say: groups' other members too.
+
+    A worker of an earlier version tells no number of these.
+    """
+    return int(sum(stats["evictions"].values()) + stats["set_evictions"] + stats.get("evicted_with_groups", 0))
 
 
 def age_bound_s(bucket: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from simm.arena.events.victims import AGE_BUCKETS, AGE_SAMPLE, Ghosts, Victims, age_bound_s
+from simm.arena.events.victims import AGE_BUCKETS, AGE_SAMPLE, Ghosts, Victims, age_bound_s, evicted_in
 from simm.arena.hashing import EpochHasher, Hasher
 from simm.arena.queues import KeyWords
 from simm.constants import COUNT_MISSED, GHOST_STEP, SLAB_CHUNK_BYTES_MAX
@@ -114,3 +114,9 @@ def test_issue_keys_of_a_namespace_with_epochs_are_told_apart(world: World, hash
     victims.many([store.table.lookup(digest) for digest in digests], 64)
     assert sum(map(evicted, digests)) > 0.8 * len(digests) / GHOST_STEP
     assert sum(map(evicted, never)) <= 2
+
+
+def test_what_an_earlier_version_tells_is_counted() -> None:
+    """`simm top` showed no worker while one of them had not been upgraded."""
+    told = {"evictions": {"4096": 3, "large": 1}, "set_evictions": 2}
+    assert evicted_in(told) == 6 and evicted_in({**told, "evicted_with_groups": 4}) == 10
