@@ -84,6 +84,29 @@ class Polled:
         """Do nothing: what is waited for is there, or is not."""
 
 
+class Bounded(Protocol):
+    """What has a time limit of its own."""
+
+    until: float
+
+    def extend(self, until: float) -> None:
+        """Let it last until then, monotonic seconds."""
+
+
+class PolledFor(Polled):
+    """The same for work with a time limit of its own, which is extended with it."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, look: Callable[[], bool], work: Bounded) -> None:
+        super().__init__(look, work.until)
+        self._work = work
+
+    def extend(self, until: float) -> None:
+        """Let what remains of the work last until then, monotonic seconds."""
+        self._work.extend(until)
+
+
 #: Work in steps, which returns T. What a ``yield`` returns is true if the wait is over for now: the work may then look
 #: again without waiting, and yield again. Otherwise it must wait by itself.
 Steps = Generator[Wait, bool | None, T]

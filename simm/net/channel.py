@@ -219,6 +219,10 @@ class Channel:
         """End all later exchanges by ``until`` (monotonic seconds), until the next call."""
         self._bound = until
 
+    def extend(self, until: float) -> None:
+        """Let the present exchange last until then (monotonic seconds), and what :meth:`bound` has bounded."""
+        self.until, self._bound = max(self.until, until), max(self._bound, until)
+
     def begin(self) -> None:
         """Start an exchange's deadline, for a caller that sends the frame itself."""
         until = time.monotonic() + min(self.deadline_s, ALLOWANCE.seconds)
@@ -283,8 +287,7 @@ class Channel:
         if frame is not None:
             return frame
         conn = self._conn
-        late = 0
-        waits_s = -1.0
+        late, waits_s = 0, -1.0
         try:
             while True:
                 frame = conn.next_frame()
@@ -516,8 +519,8 @@ class ChannelWait:
         """Leave it to the one who waits."""
 
     def extend(self, until: float) -> None:
-        """Let the exchange last until then, monotonic seconds."""
-        self._channel.until = max(self._channel.until, until)
+        """Let the exchange last until then, monotonic seconds, and those that follow it."""
+        self._channel.extend(until)
 
 
 def check_tls(options: TlsOptions | None) -> None:

@@ -38,11 +38,11 @@ from .rdma_transfer import (
     SHARE,
     STRIPE_BYTES,
     Build,
-    ChainWait,
     Drain,
     Group,
     Transfer,
     add_pieces,
+    chain_wait,
     key_of,
     stripes,
     unregistered,
@@ -184,7 +184,7 @@ class Reading(Transfer):
             while len(in_flight) < deep and self._pages and self._post_next():
                 pass
             if in_flight:
-                yield ChainWait(self, in_flight[0])
+                yield chain_wait(self, in_flight[0])
                 self._advance(in_flight.popleft())
             elif not (self._known or self._unknown or self._striped):
                 break

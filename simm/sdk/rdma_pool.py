@@ -31,7 +31,7 @@ import time
 from typing import Final
 
 from ..errors import DeadlineError, PeerError, TransportError
-from ..ipc.steps import Polled, Steps
+from ..ipc.steps import Bounded, PolledFor, Steps
 from ..rdma.api import Absence, FabricError, Rail
 from ..rdma.registration import close_dropped
 from ..rdma.remote_arena import Locations, RemoteArena
@@ -197,18 +197,19 @@ class RdmaPath(Path):
             raise DeadlineError("deadline passed while all connections were in use")
         return self._held(hold, until)
 
-    def acquired(self, until: float, hold: Hold) -> Steps[RdmaConnection]:
+    def acquired(self, work: Bounded, hold: Hold) -> Steps[RdmaConnection]:
         """Do :meth:`acquire` in steps, for a thread that has connections of other paths meanwhile.
 
-        If it waited by itself, others that want those connections could have the one that it waits for.
+        If it waited by itself, others that want those connections could have the one that it waits for. ``work`` has
+        the time limit.
         """
         while True:
             with self._lock:
                 found = self._reserve(hold)
             if found:
-                return self._held(hold, until)
-            if not (yield Polled(lambda: bool(self._idle) or self._connections < CONNECTIONS_MAX, until)):
-                return self.acquire(until, hold)
+                return self._held(hold, work.until)
+            if not (yield PolledFor(lambda: bool(self._idle) or self._connections < CONNECTIONS_MAX, work)):
+                return self.acquire(work.until, hold)
 
     def _reserve(self, hold: Hold) -> bool:
         """Let the caller hold an idle connection, or room for a new one; return False if there is neither.

@@ -40,11 +40,11 @@ from .rdma_pool import RdmaPath
 from .rdma_transfer import (
     DEEP,
     STRIPE_BYTES,
-    ChainWait,
     Group,
     Transfer,
     add_pieces,
     arrived,
+    chain_wait,
     key_of,
     stripes,
     unregistered,
@@ -169,10 +169,12 @@ class Writing(Transfer):
             self._write(position, source, grant)
         self._post()
         while self._writing:
-            yield ChainWait(self, self._writing[0])
+            yield chain_wait(self, self._writing[0])
+            connection.channel.extend(self.until)  # with this, if other work has held up the thread
             self._commit(self._writing.popleft())
         while self._committing:
             yield ChannelWait(connection.channel, self._committing[0][0], last=len(self._committing) == 1)
+            self.extend(connection.channel.until)
             self._collect()
         if short:  # TCP needs the room that idle grants hold
             return_idle(connection)

@@ -14,7 +14,7 @@ from typing import Final
 
 from ..errors import PeerError, TransportError
 from ..host.buffers import Copier, Span
-from ..ipc.steps import Polled, Steps
+from ..ipc.steps import PolledFor, Steps
 from ..net.allowance import allowed
 from ..rdma.api import FabricError, Op
 from ..rdma.remote_arena import OP_BYTES_MAX
@@ -107,7 +107,7 @@ class Transfer:
         failure: str | None = "interrupted"
         try:
             try:
-                self.connection = connection = yield from path.acquired(self.until, hold)
+                self.connection = connection = yield from path.acquired(self, hold)
                 self.links = connection.links
                 ready = not self._timed(positions)
                 if not ready:
@@ -175,6 +175,10 @@ class Transfer:
                 return
         self.path.staging.give_back(self._taken, self.blocks if len(self.blocks) < len(self._taken) else None)
 
+    def extend(self, until: float) -> None:
+        """Let it last until then, monotonic seconds: other work has held up the thread."""
+        self.until = max(self.until, until)
+
     @property
     def tcp_until(self) -> float:
         """When TCP must be done with what :meth:`run` has left over, monotonic seconds."""
@@ -218,7 +222,7 @@ class Transfer:
         staging = self.path.staging
         while not self._taken:
             staging.take_free(STAGING_BLOCKS, self._taken)
-            if not self._taken and not (yield Polled(lambda: staging.has_blocks, self.until)):
+            if not self._taken and not (yield PolledFor(lambda: staging.has_blocks, self)):
                 staging.take(STAGING_BLOCKS, self.until, self._taken)
         if not self._sift():
             log.debug("%r: %s", self.path, _NO_STAGING)
@@ -269,18 +273,9 @@ class Transfer:
             finish()
 
 
-class ChainWait(Polled):
-    """The wait for a group's chains to be done."""
-
-    __slots__ = ("_transfer",)
-
-    def __init__(self, transfer: Transfer, group: Group) -> None:
-        super().__init__(lambda: _done(group), transfer.until)
-        self._transfer = transfer
-
-    def extend(self, until: float) -> None:
-        """Let the rest of the transfer last until then, monotonic seconds."""
-        self._transfer.until = max(self._transfer.until, until)
+def chain_wait(transfer: Transfer, group: Group) -> PolledFor:
+    """Return the wait for a group's chains to be done."""
+    return PolledFor(lambda: _done(group), transfer)
 
 
 def _done(group: Group) -> bool:

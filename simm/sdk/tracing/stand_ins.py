@@ -220,23 +220,7 @@ class AskedTarget(StandIn):
         self.session = session
 
 
-class ConnectionStandIn(StandIn):
-    """A connection whose exchanges have a time limit."""
-
-    __slots__ = ()
-
-    @property
-    def until(self) -> float:
-        """When the exchange must be over. A caller that turns to several servers extends it."""
-        until: float = self.real.until
-        return until
-
-    @until.setter
-    def until(self, until: float) -> None:
-        self.real.until = until
-
-
-class TimedChannel(ConnectionStandIn):
+class TimedChannel(StandIn):
     """A connection by TCP. What lies before the first wait for an answer is the sending."""
 
     __slots__ = ("_asks", "_began", "_operation", "_waited", "number")

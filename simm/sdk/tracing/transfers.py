@@ -24,7 +24,7 @@ from ...rdma.api import WRITE, Op
 from ...tracing.spans import Operation
 from ...wire import messages as M
 from ...wire.trace_messages import Timed, answer_in, named, traced
-from .stand_ins import ASKED, ConnectionStandIn, StandIn
+from .stand_ins import ASKED, StandIn
 
 _ns: Final = time.monotonic_ns
 #: What the time until an endpoint's answer is called.
@@ -62,9 +62,9 @@ class TimedPath(StandIn):
         super().__init__(real)
         self._operation = operation
 
-    def acquired(self, until: float, hold: Any) -> Any:
-        """Acquire a connection, in steps. ``hold`` holds it."""
-        connection = yield from self.real.acquired(until, hold)
+    def acquired(self, work: Any, hold: Any) -> Any:
+        """Acquire a connection, in steps. ``hold`` holds it, and ``work`` has the time limit."""
+        connection = yield from self.real.acquired(work, hold)
         connection.channel = TimedEndpoint(connection.channel, self._operation, asks=connection.tells)
         connection.links = [TimedLink(link, self._operation) for link in connection.links]
         return connection
@@ -148,7 +148,7 @@ class TimedQueuePair(StandIn):
         self.seen(ticket)
 
 
-class TimedEndpoint(ConnectionStandIn):
+class TimedEndpoint(StandIn):
     """A connection to an endpoint, which is asked what commits and grants took it."""
 
     __slots__ = ("_asks", "_operation", "_sent")

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from simm.client import Client
 from simm.errors import TransportError
+from simm.ipc.grant_pool import RoomWait
 from simm.ipc.patience import Patience
-from simm.ipc.steps import Steps
-from simm.rdma.staging import BLOCK_BYTES, StagingPool
+from simm.ipc.steps import PolledFor, Steps, finish
+from simm.net.channel import ChannelWait
+from simm.rdma.staging import BLOCK_BYTES, StagingBuffer, StagingPool
 from simm.sdk import rdma_pool
+from simm.sdk.batch import PutBatch
 from simm.sdk.rdma_connection import RdmaConnection
 from simm.sdk.rdma_pool import Hold, RdmaPath
+from simm.sdk.rdma_put import Writing
 from simm.sdk.rdma_transfer import Transfer
+from simm.wire.messages import Status
 from tests.support.cluster_clients import WAIT_S, one_after_the_other, value_of
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_retired")
 
@@ -142,3 +150,66 @@ def test_a_server_that_does_not_answer_fails_its_own_keys_alone(cluster: FakeRdm
     assert [stored for key, stored in zip(KEYS, results) if owner[key] != silent.name] == [True] * sum(
         name != silent.name for name in owner.values()
     )
+
+
+def put_in_steps(client: Client, statuses: list[int]) -> tuple[Writing, Steps[list[int]]]:
+    """Begin to put a value of the first node, as a call to several servers does."""
+    target = next(iter(client._router.targets.values()))
+    digest = next(each for each in map(client.digest, KEYS) if client._routes.target(each) is target)
+    batch = PutBatch([digest], [memoryview(bytes(4096))], statuses, RoomWait(0.0))
+    writing = Writing(batch, client._copier, False)
+    return writing, writing.run(path_of(client), [0], Counter[str]())
+
+
+@pytest.mark.parametrize("held_up_at", ["the last chain", "the commit", "control"])
+def test_a_put_goes_on_after_other_work_has_held_up_the_thread(cluster: FakeRdmaCluster, held_up_at: str) -> None:
+    """Its connection kept the old time limit: the commit was sent and its answer not taken, and the path was lost."""
+    client, statuses = cluster.rdma(), [int(Status.UNAVAILABLE)]
+    writing, steps = put_in_steps(client, statuses)
+    wait = next(steps)
+    assert not isinstance(wait, ChannelWait)
+    if held_up_at == "the commit":
+        wait_until(wait.ready, "the chain is done")
+        wait = steps.send(True)
+        assert isinstance(wait, ChannelWait)
+    channel = writing.connection.channel
+    past = time.monotonic() - 1.0
+    writing.until = past
+    channel.bound(past)
+    channel.until = min(channel.until, past)
+    wait_until(wait.ready, "the answer is there")
+    if held_up_at != "control":
+        wait.extend(time.monotonic() + WAIT_S)
+    # The control fails, as the wait after this one is over at its begin.
+    assert finish(steps) == [] and (statuses == [Status.OK]) == (held_up_at != "control")
+    assert (path_of(client).down_reason is None) == (held_up_at != "control")
+
+
+@pytest.mark.parametrize("lacks", ["a connection", "blocks"])
+@pytest.mark.parametrize("way", ["extended", "control"])
+def test_what_was_waited_for_is_of_use_after_other_work(
+    cluster: FakeRdmaCluster, lacks: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer began with a time limit that was over, and lost a sound connection, and with it the path."""
+    monkeypatch.setattr(rdma_pool, "CONNECTIONS_MAX", 1)
+    client, statuses = cluster.rdma(), [int(Status.UNAVAILABLE)]
+    path, taken = path_of(client), list[StagingBuffer]()
+    path.staging = pool = StagingPool(BLOCK_BYTES)
+    held = path.acquire(time.monotonic() + WAIT_S)
+    if lacks == "blocks":
+        path.release(held)
+        pool.take(1, time.monotonic() + WAIT_S, taken)
+    writing, steps = put_in_steps(client, statuses)
+    wait = next(steps)
+    assert isinstance(wait, PolledFor) and not wait.ready()
+    writing.until = time.monotonic() - 1.0
+    if lacks == "blocks":
+        pool.give_back(taken)
+    else:
+        path.release(held)
+    wait_until(wait.ready, "it is there")
+    if way == "extended":
+        wait.extend(time.monotonic() + WAIT_S)
+    finish(steps)
+    assert (statuses == [Status.OK]) == (path.down_reason is None) == (way == "extended")
+    pool.close()
