@@ -260,13 +260,23 @@ class WindowPool:
             try:
                 if self._made[rail] >= place.limits.windows and not self._free_one(rail):
                     raise FabricError(f"all {place.limits.windows} memory windows of {place.name} are in use")
-                window = place.window()
+                window = self._new(rail)
             except FabricError:
                 if bridge is not None:
                     bridge.close()
                 raise
             self._made[rail] += 1
         return BoundWindow(rail, qp, Binding(window, region, address, length), bridge)
+
+    def _new(self, rail: int) -> Window:
+        """Return a new window. Other processes have windows of the device too: one that is idle makes room for it."""
+        place = self._rails[rail]
+        try:
+            return place.window()
+        except FabricError:
+            if not self._free_one(rail):
+                raise
+            return place.window()
 
     def _free_one(self, rail: int) -> bool:
         """Free an idle window of the queue pair that has most; return False if there is none. Raises FabricError."""
@@ -347,7 +357,8 @@ def map_meta(arena: ArenaReader) -> NDArray[np.uint64]:
     except SegmentError as exc:
         gone = isinstance(exc.__cause__, FileNotFoundError)
         raise (ArenaGone if gone else FabricError)(str(exc)) from exc
-    if int(meta[Word.INCARNATION]) != arena.incarnation:
+    # Not the incarnation, which is 1 in each new arena.
+    if int(meta[Word.GENERATION]) != int(arena.words[Word.GENERATION]):
         raise ArenaGone(f"{arena.name} is another arena now")
     return meta
 

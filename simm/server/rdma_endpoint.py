@@ -364,8 +364,13 @@ class Endpoint(Service):
         except HungUp as exc:
             peer.close(str(exc))
             return
-        with contextlib.suppress(Refused):  # without a worker, which the commit finds
+        refused = 0
+        try:
             lease.options = self.keeper.options_of(lease.namespace, bound=False)
+        except Refused as exc:
+            if exc.status in (Status.NO_SPACE, Status.BAD_REQUEST):  # no other namespace may have the values
+                refused = exc.status
+            # Otherwise there is no worker, which the commit finds.
         options = lease.options
         statuses = [Status.STALE_GRANT] * len(msg.entries)
         #: By id, so that an id that is named twice is spent by the first.
@@ -385,7 +390,11 @@ class Endpoint(Service):
             peer.close("the client gave up")
             return
         self._remove(lease, leased_grants)
-        if entries and session is not None:
+        if entries and session is not None and refused:
+            session.pool.add([leased.grant for leased in leased_grants if leased.session is session])
+            for position in positions:
+                statuses[position] = refused
+        elif entries and session is not None:
             for position in positions:
                 statuses[position] = Status.UNAVAILABLE
             asked = M.Commit(entries, self._ahead(lease, session, msg.wants))

@@ -10,6 +10,7 @@ from simm.arena.layout import MAGIC
 from simm.arena.marks.near import COMMIT_NEAR
 from simm.constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from simm.errors import TransportError
+from simm.net.channel import Refused
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.messages import Status
@@ -18,6 +19,7 @@ from tests.support.endpoint_checks import (
     digest_of,
     gone,
     queue_pairs_of,
+    stored,
 )
 from tests.support.endpoint_thread import EndpointThread, connection, refusal
 from tests.support.fake_fabric import FakeNetwork
@@ -112,6 +114,28 @@ def test_streams_say_where_the_endpoint_is(worker: WorkerThread) -> None:
             answer = channel.call(hello._replace(role=role))
             assert (answer[2] & ~M.PathBit.TRACE, answer[3]) == (paths, port)
             channel.close()
+
+
+@pytest.mark.parametrize("status", [Status.NO_SPACE, Status.BAD_REQUEST, Status.UNAVAILABLE])
+def test_issue_no_other_namespace_gets_what_a_worker_refuses(
+    server: EndpointThread, worker: WorkerThread, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where namespaces have epochs, a worker without room for another name refuses. They went to "default"."""
+
+    def refusing(name: str, *, bound: bool) -> int:
+        raise Refused(status, "no room for another namespace")
+
+    with connection(server) as mine:
+        grant, kept = mine.grant(64, 2)
+        mine.write(grant, b"v" * 64)
+        monkeypatch.setattr(server.endpoint.keeper, "options_of", refusing)
+        statuses, _ = mine.commit((digest_of("v"), grant, 64))
+        # A worker that cannot be asked finds no commit either. This one is there.
+        assert statuses == [Status.OK if status is Status.UNAVAILABLE else status]
+        assert (stored(worker, "v") is None) == (statuses != [Status.OK])
+        monkeypatch.undo()
+        mine.write(kept, b"w" * 64)
+        assert mine.commit((digest_of("w"), kept, 64))[0] == [Status.OK] and stored(worker, "w") == b"w" * 64
 
 
 def test_values_are_stored_in_the_namespace_of_their_client(server: EndpointThread, worker: WorkerThread) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simm.arena.layout import MAGIC
+from simm.arena.layout import MAGIC, Word
 from simm.arena.reader import ArenaReader
 from simm.errors import TransportError
 from simm.net.channel import Refused
@@ -47,6 +47,17 @@ def test_pieces(worker: WorkerThread) -> None:
                     covered[page] += 1
             ledger = range(geometry.ledger_offset >> 12, geometry.data_offset >> 12)
             assert [page for page, count in enumerate(covered) if count != 1] == list(ledger), "once, but the ledger"
+    session.close()
+
+
+def test_issue_an_arena_that_was_made_anew_by_the_same_name_is_another_one(worker: WorkerThread) -> None:
+    """Both have the first incarnation: the new one's entries would have been registered with the old one's data."""
+    session = worker.session(ring=False)
+    reader = session.reader
+    words = {Word.GENERATION: int(reader.words[Word.GENERATION]) ^ 1}
+    old = SimpleNamespace(name=reader.name, geometry=reader.geometry, words=words, incarnation=reader.incarnation)
+    with pytest.raises(ArenaGone, match="another arena"):
+        map_meta(old)  # type: ignore[arg-type]
     session.close()
 
 
@@ -126,8 +137,14 @@ def test_no_windows_left(worker: WorkerThread) -> None:
     all_closed(network)
 
 
-def test_idle_windows_of_one_link_are_not_kept_from_others(worker: WorkerThread) -> None:
-    network = FakeNetwork(4, windows=8, background=True)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside others"])
+def test_idle_windows_of_one_link_are_not_kept_from_others(worker: WorkerThread, others: bool) -> None:
+    """Other processes may have windows of the device, too: there are fewer left than it has."""
+
+    def refuse(what: str, rail: FakeRail) -> str:
+        return "out of memory" if others and what == "window" and len(rail.windows) >= 8 else ""
+
+    network = FakeNetwork(4, windows=16 if others else 8, background=True, refuse=refuse)
     with EndpointThread(worker.path, network) as server, connection(server.ready()) as one, connection(server) as two:
         for mine in (one, two, one):
             grants = mine.grant(64, 6)
