@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ..config.parsers import Address, parse_address, users
 from ..config.settings import Settings, add_arguments
 from ..config.startup import live_tokens, read_tokens
-from ..config.tokens import Token
+from ..config.tokens import Token, TokenRole, token_for
 from ..errors import SimmError, TransportError, UsageError, printable
-from .connect import client_arguments, command_settings, page_tokens, token_of
+from .connect import client_arguments, command_settings, page_tokens
 from .console import EXIT_NO, EXIT_OK, Parser
 
 if TYPE_CHECKING:
@@ -240,8 +240,10 @@ def _stranger(sock: socket.socket, trusted: Container[int]) -> str:
 
 
 def _workers(at: Address, settings: Settings, *, as_json: bool) -> int:
-    # The token of a cluster of this user's, which nobody has named, is not for the index.
-    token = token_of(settings) if settings.token_file is not None or not at.loopback else ""
+    # HTTP carries the token itself, and any role will do. That of a cluster of this user's, which nobody has named, is
+    # not for the index.
+    own = token_for(read_tokens(settings.token_file), *TokenRole)
+    token = own.secret if own is not None else ""
     withheld = ""
     try:
         connection = http.client.HTTPConnection(at.host, at.port, timeout=_DEADLINE_S)

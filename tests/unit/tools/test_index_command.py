@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import socket
@@ -9,10 +11,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from simm.cli import main
+from simm.config.local_token import PublishedToken
+from simm.config.parsers import Address
 from simm.errors import UsageError
 from simm.net import local_users, peer_uid, process
 from simm.net.http import JSON, Page, Web
@@ -103,6 +109,57 @@ def test_who_listens_is_known_when_the_connection_is_accepted(
 
     monkeypatch.setattr(peer_uid, "tcp_uid", accepted_late)
     assert _workers(json.dumps([WORKER]), *guarded, tokens=(TOKEN,)) == 0 and len(looks) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "shown"),
+    [
+        (None, {}),
+        ("admin ops the-admins-token-1\nserver nodes the-servers-token-1\nclient routers the-clients-token-1\n",
+         {"Authorization": "Bearer the-clients-token-1"}),
+        ("the-token-of-no-role-1\n", {"Authorization": "Bearer the-token-of-no-role-1"}),
+    ],
+    ids=["none", "roles", "old"],
+)  # fmt: skip
+def test_issue_an_index_elsewhere_is_shown_no_more_than_it_needs(
+    file: str | None, shown: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the token of the user's own local cluster where none was named, and else that of the highest role."""
+    seen: list[dict[str, str]] = []
+
+    class Elsewhere:
+        """A connection to an index of another host."""
+
+        sock = None
+
+        def __init__(self, host: str, port: int, timeout: float) -> None:
+            assert (host, port) == ("10.0.0.5", 8090)
+
+        def connect(self) -> None:
+            pass
+
+        def request(self, _method: str, _path: str, headers: dict[str, str]) -> None:
+            seen.append(headers)
+
+        def getresponse(self) -> Any:
+            return SimpleNamespace(status=200, read=lambda _most: b"[]")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(http.client, "HTTPConnection", Elsewhere)
+    monkeypatch.setattr(index, "_stranger", lambda *_: "")
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    flags = []
+    if file is not None:
+        path = tmp_path / "tokens"
+        path.touch(mode=0o600)
+        path.write_text(file)
+        flags = ["--token-file", str(path)]
+    local = PublishedToken(tmp_path, Address("127.0.0.1", 30001), "the-local-clusters-token")
+    with contextlib.closing(local):
+        assert main(["index", "workers", "--at", "10.0.0.5:8090", *flags]) == 0
+    assert seen == [shown]
 
 
 @pytest.mark.parametrize(
