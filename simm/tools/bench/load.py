@@ -482,7 +482,8 @@ class Load:
 
     def fill(self, count: int) -> dict[str, Any]:
         """Store ``count`` values that nobody reads, and return how many were refused."""
-        return {"refused": sum(member.fill(-(-count // self.threads)) for member in self.members)}
+        least, more = divmod(count, self.threads)
+        return {"refused": sum(member.fill(least + (at < more)) for at, member in enumerate(self.members))}
 
     def store(self, again: bool) -> dict[str, Any]:
         """Store all rows; with ``again`` those of threads that have put since the last time."""
@@ -496,7 +497,7 @@ class Load:
     def burst(
         self, ops: Sequence[str], batch: int, floor: bool, seconds: float, counted: bool, at: int
     ) -> dict[str, Any]:
-        """Run a burst in every thread, from ``at`` (CLOCK_MONOTONIC, ns) on."""
+        """Run a burst in every thread, from ``at`` (CLOCK_MONOTONIC, ns) on. Wrong values are those of this burst."""
         results: list[dict[str, Any]] = []
         errors: list[BaseException] = []
 
@@ -520,7 +521,10 @@ class Load:
         if errors:
             raise errors[0]
         wrong = sum(member.wrong for member in self.members)
-        return {"threads": results, "wrong": wrong, "error": next((x.last_error for x in self.members if x.wrong), "")}
+        error = next((member.last_error for member in self.members if member.wrong), "")
+        for member in self.members:  # the next burst may be another operation's
+            member.wrong = 0
+        return {"threads": results, "wrong": wrong, "error": error}
 
     def latencies(self, position: int, floor: bool) -> dict[str, Any]:
         """Return for each thread the number of calls measured and the latencies kept, and start over.

@@ -151,9 +151,8 @@ class Bench:
             parts = [thread["ops"][position] for answer in answers for thread in answer["threads"]]
             cell.bad += sum(part["bad"] for part in parts)
             cell.absent += sum(part["absent"] for part in parts)
-            # Threads count these since the size began, so the last answer has all of them.
-            cell.wrong = sum(answer["wrong"] for answer in answers)
-            cell.why_wrong = next((answer["error"] for answer in answers if answer["error"]), "")
+            cell.wrong += sum(answer["wrong"] for answer in answers)
+            cell.why_wrong = next((answer["error"] for answer in answers if answer["error"]), cell.why_wrong)
 
     def _summarise(self, figures: Figures, cell: Cell, position: int, counts: _Counts, floor: bool) -> None:
         figures.calls, figures.keys = counts.calls, counts.keys

@@ -15,7 +15,7 @@ from simm.tools.bench import load
 from simm.tools.bench.apis import Api, ClientApi, KvApi
 from simm.tools.bench.contents import FreshKeys, fault, key_name, stamp
 from simm.tools.bench.floor import Area, stride_of
-from simm.tools.bench.load import LoadThread
+from simm.tools.bench.load import Load, LoadThread
 from simm.tools.bench.plan import Mix
 
 
@@ -252,6 +252,36 @@ def test_puts_into_a_full_arena_are_of_new_keys() -> None:
         assert thread.store() == 0
     before = len(store.values)
     assert thread.fill(1000) == 0 and len(store.values) == before + 1000 and not thread.stale
+
+
+def load_of(*threads: LoadThread) -> Load:
+    made = Load.__new__(Load)
+    made.threads, made.members = len(threads), list(threads)
+    return made
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_issue_threads_share_what_fills_the_arena(threads: int) -> None:
+    """Each took the share that was rounded up, so no arena of large values was ever found to be full."""
+    stores = [Store() for _ in range(threads)]
+    filling = load_of(*(thread_on(store, full=True) for store in stores))
+    before = sum(len(store.values) for store in stores)
+    for count in (7, 1):
+        assert filling.fill(count) == {"refused": 0}
+        before, stored = sum(len(store.values) for store in stores), before
+        assert before == stored + count
+
+
+def test_issue_wrong_values_are_those_of_one_burst() -> None:
+    """Threads counted on, so each later operation was said to have read them too."""
+    store = Store()
+    asking = load_of(thread_on(store))
+    store.fault = "get is torn"
+    bad = asking.burst(("get",), 1, False, 0.001, True, 0)
+    assert bad["wrong"] > 0 and "torn" in bad["error"]
+    store.fault = ""
+    good = asking.burst(("get",), 1, False, 0.001, True, 0)
+    assert (good["wrong"], good["error"]) == (0, "")
 
 
 def test_fresh_keys_never_come_twice() -> None:

@@ -178,6 +178,27 @@ def test_what_cannot_be_told_apart_is_not_told(what: str) -> None:
     assert len(done) == len(plan.ops) and all(cell.worker_us is None for cell in done)
 
 
+def test_issue_an_operation_has_its_own_wrong_values() -> None:
+    """What one had read wrong was said of each later one of the same size."""
+
+    class Lying(Processes):
+        left = 3
+
+        def _burst(self, ops: tuple[str, ...], batch: int, floor: bool, **more: Any) -> dict[str, Any]:
+            answer = super()._burst(ops, batch, floor, **more)
+            if ops == ("get",) and not floor and self.left:
+                self.left -= 1
+                answer |= {"wrong": 2, "error": f"torn {self.left}"}
+            return answer
+
+    arena = Arena(100)
+    plan = plan_of(ops=("put", "get", "exists"), batches=dict.fromkeys(("put", "get", "exists"), (1,)))
+    cells = bench_of(plan, Lying(arena), arena)[0].run()
+    assert {cell.op: (cell.wrong, cell.why_wrong) for cell in cells} == {
+        "put": (0, ""), "get": (6, "torn 0"), "exists": (0, ""),
+    }  # fmt: skip
+
+
 def test_each_process_has_its_share() -> None:
     arena = Arena(100)
     bench, done = bench_of(plan_of(processes=3), Processes(arena, 3), arena)
