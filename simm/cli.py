@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from . import __version__
 from .config.logs import CLOSED, hold_standard_descriptors
 from .errors import SimmError, TransportError, UsageError
-from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded
+from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded, require_shown
 
 if TYPE_CHECKING:
     from .client import Client
@@ -113,18 +113,10 @@ def _get(argv: Sequence[str], prog: str) -> int:
     if output not in (None, "-"):
         _write_file(output, value)
         return EXIT_OK
-    if output is None and sys.stdout.isatty() and not _printable(value):
-        raise UsageError("the value is binary, and stdout is a terminal: name a file, or - to print it")
+    if output is None:
+        require_shown(value, "name a file, or - to print it")
     sys.stdout.buffer.write(value)
     return EXIT_OK
-
-
-def _printable(value: bytes) -> bool:
-    try:
-        text = value.decode()
-    except UnicodeDecodeError:
-        return False
-    return all(character.isprintable() or character in "\n\r\t" for character in text)
 
 
 def _write_file(path: str, value: bytes) -> None:

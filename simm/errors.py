@@ -6,7 +6,15 @@ answers with a miss.
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
+from typing import Final
+
+#: What the system says of a path that is wrong, or that this user may not use.
+_OF_THE_PATH: Final = frozenset((
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,
+    errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV,
+))  # fmt: skip
 
 
 class SimmError(Exception):
@@ -63,6 +71,19 @@ class SegmentError(SimmError):
 
 class CorruptionError(SimmError):
     """A structure in memory or on disk is inconsistent."""
+
+
+def may_pass(exc: BaseException) -> bool:
+    """Return whether an OSError, or that which an error was raised from, may pass without a change of the settings.
+
+    So it is with a disk that is full, broken or read-only, a server of files that does not answer, and descriptors or
+    memory that are used up. It is not so with a path that is wrong, and with files that OpenSSL refuses, whose numbers
+    are its own.
+    """
+    cause = exc if isinstance(exc, OSError) else exc.__cause__
+    if not isinstance(cause, OSError) or hasattr(cause, "library"):
+        return False
+    return cause.errno is not None and cause.errno not in _OF_THE_PATH
 
 
 class Code(IntEnum):

@@ -77,11 +77,14 @@ _WORKER: Final = {
         ("shards_moving_in", "Shards owned whose values are still coming."),
         ("shards_moving_out", "Shards given away whose values are still being copied."),
         ("moved_bytes", "Bytes copied from previous owners since the move began."),
-        ("capacity_bytes", "Bytes for values."),
-        ("used_bytes", "Bytes in use, by the last heartbeat."),
-        ("entries", "Values stored, by the last heartbeat."),
+        ("capacity_bytes", "Bytes for values, of servers that are neither dead nor gone."),
+        ("used_bytes", "Bytes in use, by the last heartbeat, of servers that are neither dead nor gone."),
+        ("entries", "Values stored, by the last heartbeat, of servers that are neither dead nor gone."),
     )
 }  # fmt: skip
+#: Of those, what a server that is dead or has left does not hold. The manager remembers it for a day.
+_HELD: Final = ("capacity_bytes", "used_bytes", "entries")
+_GONE: Final = (NodeState.DEAD.value, NodeState.LEFT.value)
 #: All metrics of a manager, in their order.
 METRICS: Final = (
     _NODES, _DRAINED, *_CLUSTER.values(), *_OWN.values(), *_COUNTERS.values(), *_WORKER.values(), *OF_PROCESSES,
@@ -165,13 +168,16 @@ class ManagerPages:
         own: Mapping[str, Any] = status["manager"]
         for state in NodeState:
             samples.add(_NODES, status["states"].get(state.value, 0), state.value)
-        samples.add(_DRAINED, sum(node["drained"] for node in status["nodes"]))
+        samples.add(_DRAINED, sum(node["drained"] and node["state"] not in _GONE for node in status["nodes"]))
         for values, metrics in ((status, _CLUSTER), (own, _OWN), (own["counters"], _COUNTERS)):
             for key, metric in metrics.items():
                 samples.add(metric, values[key])
         for node in status["nodes"]:
+            gone = node["state"] in _GONE
             for worker in node["workers"]:
                 for key, metric in _WORKER.items():
+                    if gone and key in _HELD:
+                        continue
                     samples.add(metric, worker[key.removeprefix("shards_")], node["name"], worker["worker"])
         samples.add_process(self.tls.certificate_ends() if self.tls else None)
         return samples

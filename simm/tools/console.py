@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from ..errors import ConfigError, SimmError, TransportError, UsageError, printable
+from ..errors import ConfigError, SimmError, TransportError, UsageError, may_pass, printable
 
 EXIT_OK: Final = 0
 EXIT_NO: Final = 1
@@ -75,6 +75,21 @@ def print_any_text() -> None:
                 stream.reconfigure(errors="backslashreplace")
 
 
+def require_shown(value: bytes, remedy: str) -> None:
+    """Raise UsageError if stdout is a terminal, which would obey a value's control characters. Text may be shown.
+
+    ``remedy``: what to do instead.
+    """
+    if not sys.stdout.isatty():
+        return
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        text = "\0"
+    if not all(character.isprintable() or character in "\n\r\t" for character in text):
+        raise UsageError(f"the value is binary, and stdout is a terminal: {remedy}")
+
+
 def guarded(run: Callable[[], int], prog: str) -> int:
     """Call ``run`` and return an exit code. Prints at most one sentence for an error."""
     print_any_text()
@@ -94,7 +109,8 @@ def guarded(run: Callable[[], int], prog: str) -> int:
         return EXIT_PIPE
     except SimmError as exc:
         print(f"{prog}: {printable(str(exc))}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(exc, (UsageError, ConfigError, TransportError)) else EXIT_NO
+        passes = isinstance(exc, ConfigError) and may_pass(exc)
+        return EXIT_USAGE if isinstance(exc, (UsageError, ConfigError, TransportError)) and not passes else EXIT_NO
     except OSError as exc:
         print(f"{prog}: {printable(_os_text(exc))}", file=sys.stderr)
         # Below 0 are those of names that are not known, or not yet.

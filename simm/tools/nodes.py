@@ -31,7 +31,7 @@ SILENCE_S: Final = 60.0
 #: gives the same answer for a second.
 COUNTS_S: Final = 3.5
 _RUNNING: Final = ("running", "draining")
-_GONE: Final = ("dead", "left")
+GONE: Final = ("dead", "left")
 _UNITS: Final = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 _EMPTY: Final = "no data server has joined: start one with `simm dataserver --manager HOST:PORT`"
 
@@ -170,7 +170,7 @@ def node_table(found: Mapping[str, Any]) -> str:
     if len(rows) == 1:
         return _EMPTY
     lines = columns(rows, left=(0, 1, 8))
-    waiting = [node["name"] for node in found["nodes"] if node["draining"] and node["state"] not in _GONE]
+    waiting = [node["name"] for node in found["nodes"] if node["draining"] and node["state"] not in GONE]
     if waiting:
         lines += ["", f"take one back with `simm node resume {waiting[0]}`"]
     if left_out := left_out_text(found):
@@ -290,7 +290,7 @@ def wait_drained(
                 continue
             last_seen = clock()
             node = find(found, name)
-            if node is None or node["state"] in _GONE:
+            if node is None or node["state"] in GONE:
                 state = node["state"] if node is not None else "forgotten"
                 raise SimmError(
                     f"{name} is {state}: values that were not copied by then are lost; other servers own its shards now"

@@ -85,7 +85,9 @@ def local_workers(asked: Sequence[Asked], why: str) -> list[Row]:
     return rows
 
 
-_SUMS: Final = ("shards", "moving_in", "moving_out", "used_bytes", "capacity_bytes", "entries", "puts", "evictions")
+#: What the map says of a worker, also while it is away.
+_OF_SHARDS: Final = ("shards", "moving_in", "moving_out")
+_SUMS: Final = (*_OF_SHARDS, "used_bytes", "capacity_bytes", "entries", "puts", "evictions")
 
 
 def local_nodes(asked: Sequence[Asked], why: str) -> list[Row]:
@@ -113,11 +115,13 @@ def local_nodes(asked: Sequence[Asked], why: str) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """Return one row of all data servers together."""
+    """Return one row of all data servers together. Those that are gone count, and their shards, but hold nothing."""
     states: dict[str, int] = {}
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
-    return {"nodes": len(rows), "states": states, **{key: sum(row[key] for row in rows) for key in _SUMS}}
+    there = [row for row in rows if not row["state"].startswith(nodes.GONE)]  # "dead, drained" too
+    sums = {key: sum(row[key] for row in (rows if key in _OF_SHARDS else there)) for key in _SUMS}
+    return {"nodes": len(rows), "states": states, **sums}
 
 
 def shard_rows(settings: Settings, asked: Callable[[], Sequence[Asked]]) -> tuple[list[Row], str]:

@@ -36,8 +36,8 @@ _ABOUT = (
     "anywhere. cluster status, server status [NAME], node list|summary|drain NAME|resume NAME and shard list: of the "
     "cluster, or of this host if no manager answers. gflag, node set and kv are upstream's names for settings, node "
     "drain and resume, and for exists, get and delete of a key. why [NAMESPACE]: why clients find few values, "
-    "or none. Counts are those of clients on this host since the worker began. Exit 1 if a worker or the manager does "
-    "not answer, or if why has found a cause; 2 if nothing can be shown, or for wrong usage."
+    "or none. Counts are those of clients on this host since the worker began. Exit 1 if one of those asked does not "
+    "answer or refuses, or if why has found a cause; 2 if nothing can be shown, or for wrong usage."
 )
 #: What is shown or done -> how many words may follow.
 _SUBJECTS: Final = {
@@ -138,8 +138,11 @@ def _look(settings: Settings, arguments: argparse.Namespace, meant: Meant) -> Sh
         return ask_all(settings.runtime_dir, arguments.server, settings.server_uid)
 
     if what == "settings":
-        rows = tuning.settings_rows(settings, words, arguments.server, **_whose(arguments))
-        return rows, table(what, rows), True
+        rows, failed = tuning.settings_rows(settings, words, arguments.server, **_whose(arguments))
+        notes = [printable(each) for each in failed]
+        for each in notes if arguments.json else ():
+            print(each, file=sys.stderr, flush=True)
+        return rows, "\n".join([table(what, rows), *notes]), not notes
     if what == "node":
         return _nodes(settings, words, asked)
     if what == "cluster":
@@ -318,7 +321,7 @@ def _whose(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set(settings: Settings, arguments: argparse.Namespace) -> int:
-    rows = tuning.settings_rows(settings, arguments.words, arguments.server, **_whose(arguments))
+    rows, _ = tuning.settings_rows(settings, arguments.words, arguments.server, **_whose(arguments))
     _print(rows, table("settings", rows), as_json=arguments.json)
     return EXIT_OK
 

@@ -15,6 +15,14 @@ from .workers import Asked, Stored, stored_in
 Row = dict[str, Any]
 
 
+class Summed(list[Row]):
+    """Rows that add up several workers. ``by_worker``: what each of them has counted, of which rates are made."""
+
+    def __init__(self, rows: Sequence[Row], by_worker: Sequence[Row]) -> None:
+        super().__init__(rows)
+        self.by_worker = by_worker
+
+
 def ratio(hits: int, misses: int) -> float | None:
     """Return the hit ratio; None without any get."""
     return hits / (hits + misses) if hits + misses else None
@@ -84,9 +92,10 @@ def session_rows(asked: Sequence[Asked]) -> list[Row]:
     return rows
 
 
-def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
+def namespace_rows(asked: Sequence[Asked]) -> Summed:
     """Return a row for each namespace that has values, or of which clients have counted something. O(slots)."""
     rows: dict[str, Row] = {}
+    by_worker = worker_rows(asked)
 
     def row(name: str) -> Row:
         empty = {
@@ -110,7 +119,7 @@ def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
         for claimed in each.stats.get("clients", ()):
             if claimed["kind"] == "client" and not claimed["quarantined"]:
                 row(claimed["namespace"])["clients"] += 1
-    return sorted(rows.values(), key=lambda row: (-row["bytes"], row["namespace"]))
+    return Summed(sorted(rows.values(), key=lambda row: (-row["bytes"], row["namespace"])), by_worker)
 
 
 def kept_of(asked: Asked) -> dict[str, Any]:
@@ -286,9 +295,10 @@ def table(what: str, rows: Sequence[Row]) -> str:
 def rates_text(rows: Sequence[Row], before: Sequence[Row], seconds: float) -> str:
     """Return a line on what all rows did since they were shown before; empty for rows without counts.
 
-    What is gone since, or began anew, counts for nothing.
+    What is gone since, began anew, or was not known then, counts for nothing.
     """
     keys = ("gets", "hits", "puts", "bytes_read", "bytes_put")
+    rows, before = (each.by_worker if isinstance(each, Summed) else each for each in (rows, before))
     old = {_identity(row): row for row in before}
     done = dict.fromkeys(keys, 0)
     for row in rows:

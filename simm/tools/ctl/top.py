@@ -19,7 +19,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, TextIO
 
 from ...config.parsers import parse_duration
@@ -49,6 +49,9 @@ _BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 #: Between two tries to reach a manager that does not answer, seconds.
 RETRY_S: Final = 5.0
+#: By namespace, and by operation.
+_Namespaces = dict[str, dict[str, int]]
+_Latencies = dict[str, list[int]]
 
 
 class Look:
@@ -59,9 +62,20 @@ class Look:
         self.asked = asked
         self.status = status
         self.trouble = list(trouble)
-        totals = totals_of(asked)
-        self.namespaces = {name: _counts(words) for name, words in totals.namespaces.items()}
-        self.latencies = {name: list(words) for name, words in totals.latencies.items()}
+        #: Those that have answered. One that began anew is another one.
+        self.workers = {(each.name, each.stats["pid"]) for each in asked if each.stats}
+        self.namespaces, self.latencies = _summed(asked)
+
+    def of(self, workers: Set[tuple[str, int]]) -> tuple[_Namespaces, _Latencies]:
+        """Return what was counted in each namespace, and the latencies, of some of the workers that have answered."""
+        if workers == self.workers:
+            return self.namespaces, self.latencies
+        return _summed([each for each in self.asked if each.stats and (each.name, each.stats["pid"]) in workers])
+
+
+def _summed(asked: Sequence[Asked]) -> tuple[_Namespaces, _Latencies]:
+    totals = totals_of(asked)
+    return {name: _counts(words) for name, words in totals.namespaces.items()}, totals.latencies
 
 
 def _counts(words: Sequence[int]) -> dict[str, int]:
@@ -153,13 +167,18 @@ def _head(now: Look) -> list[str]:
 
 
 def grown(now: Look, before: Look | None) -> tuple[dict[str, dict[str, float]], float]:
-    """Return what was done in each namespace a second between two looks, and the seconds. A restart counts as 0."""
+    """Return what was done in each namespace a second between two looks, and the seconds.
+
+    Of workers that have answered both: what another has counted was not done in between, or is not known.
+    """
     seconds = now.at - before.at if before is not None else 0.0
     if before is None or seconds <= 0:
         return {}, 0.0
+    both = now.workers & before.workers
+    (newer, _), (older, _) = now.of(both), before.of(both)
     found = {}
-    for name, counts in now.namespaces.items():
-        old = before.namespaces.get(name, dict.fromkeys(counts, 0))
+    for name, counts in newer.items():
+        old = older.get(name, dict.fromkeys(counts, 0))
         found[name] = {key: max(0, count - old[key]) / seconds for key, count in counts.items()}
     return found, seconds
 
@@ -170,7 +189,7 @@ def _rates(now: Look, before: Look | None, history: Sequence[float], width: int)
     total = {key: sum(each[key] for each in done.values()) for key in keys}
     used, size = _memory(now)
     share = f"{used / size:.0%}" if size else "-"
-    if not seconds:
+    if before is None or not seconds:
         return [f"memory {bytes_text(used)} of {bytes_text(size)} ({share})", "gets, puts: after the next look"]
     gets = total["hits"] + total["misses"]
     hits = ratio(round(total["hits"] * seconds), round(total["misses"] * seconds))
@@ -191,12 +210,13 @@ def _memory(now: Look) -> tuple[int, int]:
     return sum(each["data_bytes"] - each["free_bytes"] for each in stats), sum(each["data_bytes"] for each in stats)
 
 
-def _latency(now: Look, before: Look | None) -> str:
+def _latency(now: Look, before: Look) -> str:
+    both = now.workers & before.workers
+    (_, newer), (_, older) = now.of(both), before.of(both)
+    none = [0] * (BUCKETS + 1)
     texts = []
     for operation in ("get", "get_many", "put", "put_many"):
-        words = now.latencies.get(operation, [0] * (BUCKETS + 1))
-        old = before.latencies.get(operation, [0] * len(words)) if before is not None else [0] * len(words)
-        grew = [max(0, one - other) for one, other in zip(words, old)]
+        grew = [max(0, one - other) for one, other in zip(newer.get(operation, none), older.get(operation, none))]
         if (p99 := quantile_s(grew, 0.99)) is not None:
             texts.append(f"{operation} {_time(quantile_s(grew, 0.5))}/{_time(p99)}")
     return ", ".join(texts[:3]) + (" (p50/p99)" if texts else "-")

@@ -6,7 +6,8 @@ import contextlib
 import glob
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...config.settings import Settings
@@ -18,18 +19,19 @@ from ...net.peer_uid import credentials
 from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
+from ..nodes import GONE
 from .unit_folders import elsewhere
 from .whose import NOT_KNOWN, Meant
 from .workers import ANSWER_S, not_to_be_seen
 
 #: In place of a data server's name: all of them.
 EVERY: Final = "*"
+#: Settings of data servers, and why others have not told theirs.
+Found = tuple[list[dict[str, Any]], list[str]]
 
 
-def settings_rows(
-    settings: Settings, words: Sequence[str], server: str, *, manager: bool, node: str = ""
-) -> list[dict[str, Any]]:
-    """Return the settings of the data servers of this host, after setting one of them.
+def settings_rows(settings: Settings, words: Sequence[str], server: str, *, manager: bool, node: str = "") -> Found:
+    """Return the settings of the data servers of this host, after setting one of them, and a line for each silent one.
 
     Or those of the manager, or of the data server ``node``, wherever it is, by an admin's token; ``*``: of all of them.
 
@@ -41,21 +43,22 @@ def settings_rows(
     if (action, len(rest)) not in (("list", 0), ("get", 1), ("set", 2)):
         raise UsageError("settings takes list, get NAME, or set NAME VALUE")
     ask = AskSettings(*rest) if action == "set" else AskSettings("", "")
+    failed: list[str] = []
     if manager:
         found = _from_afar(settings, ask, "(manager)")
     elif node == EVERY:
-        found = _everywhere(settings, ask)
+        found, failed = _everywhere(settings, ask)
     elif node:
         found = _from_afar(settings, AskNodeSettings(node, *ask), node)
     else:
-        found = _servers(settings, server, ask)
+        found, failed = _servers(settings, server, ask)
     if action == "list":
-        return found
+        return found, failed
     rows = [row for row in found if row["name"] == rest[0]]
     if not rows:
         names = ", ".join(sorted({row["name"] for row in found}))
         raise UsageError(f"{rest[0]} cannot be changed at run time; {names} can")
-    return rows
+    return rows, failed
 
 
 def ask_from_afar(settings: Settings, ask: AskSettings | AskNodeSettings) -> bytes:
@@ -74,23 +77,51 @@ def _from_afar(settings: Settings, ask: AskSettings | AskNodeSettings, server: s
     return _rows(ask_from_afar(settings, ask), server)
 
 
-def _everywhere(settings: Settings, ask: AskSettings) -> list[dict[str, Any]]:
-    """Ask each data server that the manager knows. What one refuses, the others have taken. Raises SimmError."""
-    found: list[dict[str, Any]] = []
-    failed = []
+def _everywhere(settings: Settings, ask: AskSettings) -> Found:
+    """Ask each data server that the manager knows, without those that are gone, which it says on stderr."""
     with manager_client(settings) as link:
-        for node in sorted(str(each["name"]) for each in link.status()["nodes"]):
-            try:
-                answer = link.call(AskNodeSettings(node, *ask), StatsReply)
-                found += _rows(answer.json, node)
-            except Refused as exc:
-                failed.append(f"{printable(node)}: {exc}")
-    if failed:
-        done = f"{len({row['server'] for row in found})} have answered" if found else "none has answered"
-        raise (SimmError if found else UsageError)(f"not all data servers: {done}; {'; '.join(failed)}")
-    if not found:
-        raise UsageError("the manager knows no data server")
-    return found
+        known = sorted((str(node["name"]), str(node["state"])) for node in link.status()["nodes"])
+        away = [f"{name} ({state})" for name, state in known if state in GONE]
+        if len(away) == len(known):
+            raise UsageError("the manager knows no data server" + (f" but {', '.join(away)}" if away else ""))
+        if away:
+            print(printable(f"left out: {', '.join(away)}"), file=sys.stderr, flush=True)
+        return _ask_each(
+            [name for name, state in known if state not in GONE],
+            lambda node: link.call(AskNodeSettings(node, *ask), StatsReply).json, sets=bool(ask.name), one_link=True,
+        )  # fmt: skip
+
+
+def _ask_each(
+    servers: Sequence[str], ask: Callable[[str], bytes], left: Sequence[str] = (), *, sets: bool, one_link: bool = False
+) -> Found:
+    """Ask data servers one after another. What one refuses, the others take.
+
+    ``left``: a line for each one that may not be asked. ``one_link``: what ends it for one ends it for all after that.
+
+    Raises SimmError if some have taken a setting and others have not; UsageError if none has answered and one refuses,
+    TransportError if none of them can be reached.
+    """
+    found: list[dict[str, Any]] = []
+    failed = list(left)
+    error: type[SimmError] = TransportError
+    for at, server in enumerate(servers):
+        try:
+            found += _rows(ask(server), server)
+        except Refused as exc:
+            error = UsageError
+            failed.append(f"{server}: {exc}")
+        except TransportError as exc:
+            failed.append(f"{server}: {exc}")
+            if one_link:
+                failed += [f"{each}: not asked" for each in servers[at + 1 :]]
+                break
+    if failed and not found:
+        raise error("; ".join(failed))
+    if failed and sets:
+        taken = ", ".join(dict.fromkeys(row["server"] for row in found))
+        raise SimmError(f"not all servers have taken it: {'; '.join(failed)}; taken by {taken}")
+    return found, failed
 
 
 def _rows(raw: bytes, server: str) -> list[dict[str, Any]]:
@@ -147,18 +178,8 @@ def no_socket(settings: Settings, server: str) -> TransportError:
     return TransportError(why + elsewhere(settings.runtime_dir, settings.server_uid))
 
 
-def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    sockets, failed = sockets_to_change(settings, server) if ask.name else (admin_sockets(settings, server), [])
-    for name, path in sockets.items():
-        try:
-            found += _rows(ask_admin(settings, path, ask), name)
-        except Refused as exc:
-            raise UsageError(f"{name}: {exc}") from None
-        except TransportError as exc:
-            failed.append(f"{name}: {exc}")
-    if failed and found and ask.name:
-        raise SimmError(f"not all servers have taken it: {'; '.join(failed)}")
-    if not found:
-        raise TransportError("; ".join(failed)) if failed else no_socket(settings, server)
-    return found
+def _servers(settings: Settings, server: str, ask: AskSettings) -> Found:
+    sockets, left = sockets_to_change(settings, server) if ask.name else (admin_sockets(settings, server), [])
+    if not sockets and not left:
+        raise no_socket(settings, server)
+    return _ask_each(list(sockets), lambda name: ask_admin(settings, sockets[name], ask), left, sets=bool(ask.name))

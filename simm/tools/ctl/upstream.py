@@ -19,7 +19,7 @@ from ...config.logs import CLOSED
 from ...config.settings import Settings
 from ...errors import UsageError
 from ..connect import reached_client, require_reached
-from ..console import EXIT_NO, EXIT_OK
+from ..console import EXIT_NO, EXIT_OK, require_shown
 from .cluster import status
 
 _STATES: Final = {"0": "drain", "dead": "drain", "1": "resume", "running": "resume"}
@@ -59,6 +59,7 @@ def values(settings: Settings, words: Sequence[str]) -> int:
             value = client.get(key)
             done = value is not None
             if value is not None:
+                require_shown(value, "`simm get KEY FILE` writes into a file")
                 sys.stdout.flush()
                 sys.stdout.buffer.write(value)
         else:

@@ -12,6 +12,8 @@ import functools
 import glob
 import json
 import os
+import select
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ from ...wire import messages as M
 from ...wire.hello import client_hello
 from .unit_folders import elsewhere
 
-#: A worker that takes longer is shown as silent, seconds.
+#: A worker that takes longer is shown as silent, seconds. All are asked at once, so it is the bound for all of them.
 ANSWER_S: Final = 3.0
 #: Slots that are read at a time: 16 MiB.
 _PAGE: Final = 1 << 18
@@ -70,27 +72,27 @@ class Asked:
 
 
 def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -> list[Asked]:
-    """Ask all workers, or those of one data server. Raises UsageError if there is no socket.
+    """Ask all workers, or those of one data server, for ``ANSWER_S`` in all. Raises UsageError if there is no socket.
 
     ``trusted``: users besides this process's own and root whose workers are believed.
     """
-    found = []
+    places = []
     others = set()
     for path in sorted(glob.glob(os.path.join(glob.escape(str(runtime_dir)), "*.sock"))):
         name, _, number = os.path.basename(path).removesuffix(".sock").rpartition(".")
         if name and number.isdigit() and server in ("", name):
-            found.append(_ask(name, int(number), path, trusted))
+            places.append((name, int(number), path))
         elif name and number.isdigit():
             others.add(name)
-    if not found and others:
+    if not places and others:
         raise UsageError(f"there is no data server {server!r} in {runtime_dir}, but {', '.join(sorted(others))}")
-    if not found:
+    if not places:
         of = f" of the data server {server!r}" if server else ""
         why = not_to_be_seen(runtime_dir) or (
             f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir, and be its user or root"
         )
         raise UsageError(why + elsewhere(runtime_dir, trusted))
-    return found
+    return _ask(places, trusted)
 
 
 def not_to_be_seen(runtime_dir: Path) -> str:
@@ -106,21 +108,47 @@ def not_to_be_seen(runtime_dir: Path) -> str:
     return ""
 
 
-def _ask(server: str, worker: int, path: str, trusted: Container[int]) -> Asked:
+#: A worker's data server, its number, and the path of its socket.
+_Place = tuple[str, int, str]
+
+
+def _ask(places: Sequence[_Place], trusted: Container[int]) -> list[Asked]:
+    """Ask workers all at once, so that those that hang are waited for together, and return what each says."""
+    found: dict[_Place, Asked] = {}
+    waiting: dict[int, tuple[_Place, Channel, int, int]] = {}
+    poller = select.poll()
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            try:
+                channel = stack.enter_context(contextlib.closing(Channel.unix(place[2], ANSWER_S)))
+                uid = credentials(channel.sock)[1]
+                if not trusts(uid, trusted):
+                    raise TransportError(f"it is of uid {uid}, {NOT_TRUSTED}")
+                waiting[channel.fileno()] = place, channel, channel.submit(M.Stats(1)), uid
+            except TransportError as exc:
+                found[place] = Asked(*place, {}, str(exc))
+            else:
+                poller.register(channel, select.POLLIN)
+        until = time.monotonic() + ANSWER_S
+        while waiting:
+            ready = [fd for fd, _ in poller.poll(max(0.0, until - time.monotonic()) * 1e3)]
+            for fd in ready or list(waiting):  # nobody in time: each says so
+                poller.unregister(fd)
+                place, channel, number, uid = waiting.pop(fd)
+                found[place] = _answer(place, channel, number, uid)
+    return [found[place] for place in places]
+
+
+def _answer(place: _Place, channel: Channel, number: int, uid: int) -> Asked:
     try:
-        with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
-            uid = credentials(channel.sock)[1]
-            if not trusts(uid, trusted):
-                return Asked(server, worker, path, {}, f"it is of uid {uid}, {NOT_TRUSTED}")
-            answer = channel.call(M.Stats(1))
-            stats: dict[str, Any] = json.loads(answer.json)
+        stats: dict[str, Any] = json.loads(channel.result(channel.wait(number)).json)
     except (TransportError, AttributeError, ValueError) as exc:
-        return Asked(server, worker, path, {}, str(exc))
+        return Asked(*place, {}, str(exc))
     except RecursionError:
-        return Asked(server, worker, path, {}, "its answer is nested too deeply")
+        return Asked(*place, {}, "its answer is nested too deeply")
     if not isinstance(stats, dict) or "clients" not in stats:
-        return Asked(server, worker, path, {}, "it is an older version of SiMM, which does not tell this")
-    return Asked(server, worker, path, stats, uid=uid)
+        return Asked(*place, {}, "it is an older version of SiMM, which does not tell this")
+    return Asked(*place, stats, uid=uid)
 
 
 def require_one(asked: Sequence[Asked]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from simm import cli
+from simm.errors import ConfigError
 from simm.testing import FakeClient, FakeStore
 from simm.tools.console import guarded
 from simm.wire.messages import Status
@@ -74,15 +75,19 @@ def test_looking_has_no_traceback_in_any_encoding(words: list[str], encoding: st
     ("raised", "code"),
     [(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 1),
      (OSError(errno.EMFILE, "Too many open files"), 1), (OSError(errno.ENOMEM, "Cannot allocate memory"), 1),
-     (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2), (PermissionError(errno.EACCES, "Denied", "x"), 2)],
+     (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2), (PermissionError(errno.EACCES, "Denied", "x"), 2),
+     (OSError(errno.EIO, "Input/output error"), 1)],
     ids=repr,
 )  # fmt: skip
+@pytest.mark.parametrize("wrapped", [False, True])
 def test_issue_what_the_system_lacks_now_is_no_wrong_usage(
-    raised: OSError, code: int, capsys: pytest.CaptureFixture[str]
+    raised: OSError, code: int, wrapped: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A unit is not started again after 2."""
 
     def run() -> int:
+        if wrapped:
+            raise ConfigError(f"cannot read the token file: {raised}") from raised
         raise raised
 
     assert guarded(run, "simm x") == code

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import re
 import socket
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from simm import cli
@@ -20,13 +23,13 @@ from simm.errors import TransportError, UsageError
 from simm.ipc.counts import COUNTERS, Word
 from simm.rpc import Connection, reply
 from simm.server.children import WorkerSlot
-from simm.tools.ctl import command, entries, why
-from simm.tools.ctl.cluster import local_nodes
+from simm.tools.ctl import command, entries, upstream, why, workers
+from simm.tools.ctl.cluster import local_nodes, rows_of, summary
 from simm.tools.ctl.tables import TABLES, client_rows, kept_text, namespace_rows, rates_text, table, worker_rows
 from simm.tools.ctl.tuning import no_socket
 from simm.tools.ctl.workers import Asked, ask_all
 from simm.wire import messages as M
-from simm.wire.messages import Status
+from tests.support.waiting import WAIT_S
 
 STATS: dict[str, Any] = {
     "pid": 7, "entries": 3, "data_bytes": 1 << 20, "free_bytes": 1 << 19, "granted_bytes": 0, "pins": 0,
@@ -65,6 +68,23 @@ def test_what_left_with_its_group_counts_as_evicted() -> None:
     (worker,), (node,) = worker_rows([stats]), local_nodes([stats], "no manager")
     slot: Any = SimpleNamespace(stats=stats.stats, moved_before=0, progress=M.MoveProgress(0, 0, 0, 0, 0))
     assert worker["evictions"] == node["evictions"] == WorkerSlot.load(slot, 0).evictions == 7
+
+
+def test_issue_servers_that_are_gone_counted_as_memory_for_a_day() -> None:
+    """One of them with 1 of 64 GiB and two that were gone were 121 of 192 GiB. Shards wait for who is away."""
+    def node(state: str, used: int, shards: int = 0, *, drained: bool = False) -> dict[str, Any]:
+        worker = {
+            "address": "127.0.0.1:1", "shards": shards, "moving_in": 0, "moving_out": 0, "used_bytes": used,
+            "capacity_bytes": 64, "entries": used, "puts": used, "evictions": 0,
+        }  # fmt: skip
+        return {"name": state, "state": state, "draining": drained, "drained": drained, "silent_s": 0.0,
+                "workers": [worker]}  # fmt: skip
+
+    nodes = [node("running", 1, 12), node("left", 60), node("dead", 60, 4), node("dead", 60, drained=True)]
+    found = summary(rows_of({"nodes": nodes}))
+    assert (found["used_bytes"], found["capacity_bytes"], found["entries"], found["puts"]) == (1, 64, 1, 1)
+    assert found["nodes"] == 4 and found["shards"] == 16
+    assert found["states"] == {"running": 1, "left": 1, "dead": 1, "dead, drained": 1}
 
 
 # -- why ---------------------------------------------------------------------------------------------
@@ -198,6 +218,21 @@ def test_rates_are_those_between_two_looks() -> None:
     assert rates_text(before, now, 1.0).startswith("\n\n0 gets/s, - of them"), "a worker that began anew"
 
 
+@pytest.mark.parametrize("pid", [7, 8])
+def test_issue_rates_of_namespaces_are_of_workers_that_answered_both_looks(pid: int) -> None:
+    """All that one had ever done was shown as done since the look that it did not answer."""
+
+    def look(hits: int, others: int, pid: int = 7) -> Any:
+        counts = [{"namespaces": {"a": counted(HITS=each)}, "latencies": {}} for each in (hits, others)]
+        other = Asked("other", 0, "/n", {**STATS, "pid": pid, "counted": counts[1]})
+        return namespace_rows([asked(counted=counts[0]), other if others else Asked("other", 0, "/n", {}, "silent")])
+
+    looks = [look(10, 5_000_000), look(30, 0), look(50, 5_000_900, pid), look(70, 5_000_920, pid)]
+    rates = [rates_text(now, before, 2.0).split()[0] for before, now in itertools.pairwise(looks)]
+    assert rates == ["10", "10", "20"]
+    assert json.loads(json.dumps(looks[0]))[0]["hits"] == 5_000_010
+
+
 # -- the command -------------------------------------------------------------------------------------
 
 
@@ -252,6 +287,53 @@ def test_issue_an_answer_that_is_none_is_a_reason(tmp_path: Path, answer: bytes)
         (found,) = ask_all(tmp_path)
         thread.join()
     assert found.why and not found.stats
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[list[socket.socket]]:
+    """Listening sockets of three workers."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for number, listener in enumerate(made):
+            listener.settimeout(WAIT_S)
+            listener.bind(str(tmp_path / f"a.{number}.sock"))
+            listener.listen()
+        yield made
+
+
+def test_issue_workers_that_hang_were_waited_for_one_after_another(
+    sockets: list[socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight of them took 24 s. Here each answers when all have been asked."""
+    monkeypatch.setattr(workers, "ANSWER_S", WAIT_S)
+
+    def serve() -> None:
+        with contextlib.ExitStack() as stack:
+            asking = []
+            for listener in sockets:
+                sock = stack.enter_context(listener.accept()[0])
+                conn = Connection()
+                while (frame := conn.next_frame()) is None:
+                    conn.receive_data(sock.recv(1 << 16))
+                asking.append((sock, frame.request_id))
+            for number, (sock, request) in reversed(list(enumerate(asking))):
+                sock.sendall(reply(M.StatsReply(b'{"clients": [], "pid": %d}' % number), request))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    found = ask_all(tmp_path)
+    thread.join()
+    assert [(each.name, each.stats["pid"]) for each in found] == [("a/0", 0), ("a/1", 1), ("a/2", 2)]
+
+
+def test_each_worker_that_hangs_is_named(
+    sockets: list[socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "ANSWER_S", 0.02)
+    sockets[1].close()
+    found = ask_all(tmp_path)
+    assert [each.name for each in found] == ["a/0", "a/1", "a/2"] and not any(each.stats for each in found)
+    assert "deadline passed" in found[0].why and found[2].why == found[0].why and "refused" in found[1].why
 
 
 def test_watching_shows_it_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,42 +423,6 @@ def test_all_namespaces_are_a_star(
     assert command.main(["evict", word]) == 0 and named == [wanted]
 
 
-@pytest.mark.parametrize("fails", [None, 3])
-def test_what_was_evicted_before_a_failure_counts(fails: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was lost at the third batch was said to have evicted nothing."""
-    columns = [(name, "u8") for name in ("low", "high", "length", "stored", "namespace")]
-    rows = np.ones(1500, np.dtype(columns))
-    batches: list[int] = []
-
-    class Worker:
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def call(self, message: Any) -> Any:
-            if isinstance(message, M.DeleteSized):
-                batches.append(len(message.entries))
-                if len(batches) == fails:
-                    raise TransportError("the connection broke")
-                return M.Statuses([Status.OK] * len(message.entries))
-            return None
-
-        def close(self) -> None:
-            pass
-
-    class Readable(Asked):
-        @property
-        def reader(self) -> Any:
-            return self
-
-    monkeypatch.setattr(entries, "Lister", lambda _: None)
-    monkeypatch.setattr(entries, "pages", lambda _: [(rows, None)])
-    monkeypatch.setattr(entries, "_of_namespace", lambda *_: np.ones(len(rows), np.bool_))
-    monkeypatch.setattr(entries.Channel, "unix", Worker)
-    (row,) = entries.evict([Readable("host", 0, "/nowhere", STATS)], "a")
-    assert (row["found"], row["evicted"]) == (1500, 1024 if fails else 1500)
-    assert row["reason"] == ("the connection broke" if fails else "") and batches == [512, 512, 476]
-
-
 def test_a_flush_without_a_manager_says_so_before_it_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It used to say nothing for a minute."""
     asked: list[Any] = []
@@ -399,3 +445,31 @@ def test_what_every_command_needs_is_said(capsys: pytest.CaptureFixture[str]) ->
 def test_wrong_usage(argv: list[str]) -> None:
     with pytest.raises((SystemExit, UsageError)):
         command.main(argv)
+
+
+@pytest.mark.parametrize(
+    ("value", "terminal", "shown"),
+    [(b"\x1b]0;x\x07", True, False), (b"\xff", True, False), (b"\xc2\x9b", True, False),
+     ("d\u00e9j\u00e0 vu\n".encode(), True, True), (b"\x1b]0;x\x07", False, True)],
+)  # fmt: skip
+def test_issue_a_terminal_was_sent_what_others_have_stored(
+    value: bytes, terminal: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``simm get`` refused it, ``simmctl kv get`` did not."""
+
+    class Out(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return terminal
+
+    @contextlib.contextmanager
+    def client(_: Settings) -> Iterator[Any]:
+        yield SimpleNamespace(get=lambda _: value)
+
+    monkeypatch.setattr(upstream, "reached_client", client)
+    raw = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Out(raw))
+        with contextlib.nullcontext() if shown else pytest.raises(UsageError, match="`simm get KEY FILE`"):
+            assert upstream.values(Settings(), ["get", "key"]) == 0
+        sys.stdout.flush()
+        assert raw.getvalue() == (value if shown else b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -82,6 +83,33 @@ def test_rates_are_those_between_two_looks() -> None:
     first = "\n".join(view(before, None, [], 200, 50))
     assert "after the next look" in first
     assert grown(look(13.0, HITS=5), now)[0]["(others)"]["hits"] == 0, "a worker that began anew"
+
+
+@pytest.mark.parametrize("pid", [7, 8])
+def test_issue_a_worker_that_missed_a_look_has_no_rates(pid: int) -> None:
+    """All that it had ever done was shown as done since the look before. A new process may have taken its place."""
+
+    def both(at: float, hits: int, asked: list[Asked]) -> Look:
+        made = Look([*look(at, HITS=hits).asked, *asked], None, ())
+        made.at = at
+        return made
+
+    def other(hits: int, pid: int = 7) -> list[Asked]:
+        (asked,) = look(0.0, HITS=hits).asked
+        return [Asked("other", 0, "/n", {**asked.stats, "pid": pid})]
+
+    silent = [Asked("other", 0, "/n", {}, "it is silent")]
+    looks = [both(0, 10, other(5_000_000)), both(2, 30, silent), both(4, 50, other(5_000_900, pid)),
+             both(6, 70, other(5_000_920, pid))]  # fmt: skip
+    history: list[float] = []
+    for before, now in itertools.pairwise(looks):
+        top._remember(history, now, before)
+    assert history == [10.0, 10.0, 20.0]
+    if pid == 8:
+        assert grown(looks[2], looks[0])[0]["(others)"]["hits"] == 10.0
+    for before, now, hits in ((looks[1], looks[2], 20), (looks[2], looks[3], 40)):
+        newer, older = (sum(each.of(now.workers & before.workers)[1]["get"]) for each in (now, before))
+        assert newer - older == hits
 
 
 def test_the_manager_tells_of_the_whole_cluster() -> None:
