@@ -26,14 +26,15 @@ from simm import shm
 from simm.constants import ARENA_BYTES_MIN
 from simm.errors import SimmError
 from simm.host import memory, numa, pages
-from simm.ipc.segments import metadata_of
+from simm.ipc.segments import ArenaName, metadata_of
 from simm.tools.doctor_arenas import check_value_size, check_workers, held_by_arenas, suspended
 from simm.tools.doctor_rdma import check_memlock, check_pyverbs, check_rails, check_rdma_access, check_rdma_devices
 from simm.tools.doctor_tls import check_settings, check_tls
 from simm.tools.findings import Finding, Verdict, check, entries, fail, gib, limit, ok, text, warn
 
-#: Prefix of all names of SiMM's segments.
-SEGMENT_PREFIX = "simm"
+#: Prefix of all names of SiMM's segments, and of those of ``simm bench``.
+SEGMENT_PREFIX = "simm-"
+BENCH_PREFIX = "simm-bench-"
 #: Docker's default of 64 MiB is too small for a useful arena.
 SHM_BYTES_MIN = 256 << 20
 #: What /dev/shm should be of the machine's memory, percent.
@@ -181,7 +182,7 @@ def check_leftovers(sys_root: str) -> Verdict:
 
     Those of a server that stopped with ``--warm`` hold its values for the next start: nobody is advised to remove them.
     """
-    found = shm.leftovers(SEGMENT_PREFIX)
+    found = shm.leftovers(SEGMENT_PREFIX, _is_ours)
     kept = [each for each in found if suspended(each)]
     dead = [each for each in found if each not in kept]
     first = [f"{shm.SHM_DIR}/{each}" for each in dead if metadata_of(each) == metadata_of(dead[0])]
@@ -192,6 +193,11 @@ def check_leftovers(sys_root: str) -> Verdict:
         f"{_sum_up(dead, 'segments')} of dead owners are left{waiting and f'; {waiting}'}",
         f"start the data server again, which removes its own, or: rm {' '.join(first)}",
     )
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether SiMM made a file of this name: other programs' files may begin alike, and have no lock of ours."""
+    return name.startswith(BENCH_PREFIX) or ArenaName.parse(name) is not None
 
 
 def _sum_up(segments: list[str], what: str) -> str:
@@ -346,8 +352,9 @@ def run_checks(sys_root: str = "/") -> list[Finding]:
     for each in CHECKS:
         try:
             findings.append(each(sys_root))
-        except (OSError, ValueError, SimmError) as error:
+        except Exception as error:  # of any kind: the other checks say more than its traceback
             name = each.__name__.removeprefix("check_").replace("_", "-")
             remedy = "run this as the server's user; if the check still breaks, report this line"
-            findings.append(Finding(name, "warn", f"could not be checked: {error}", remedy))
+            text = str(error) if isinstance(error, (OSError, SimmError)) else f"{type(error).__name__}: {error}"
+            findings.append(Finding(name, "warn", f"could not be checked: {text}", remedy))
     return findings

@@ -72,14 +72,20 @@ def test_an_empty_root_breaks_nothing(tmp_path: Path) -> None:
     assert not [each for each in by_name.values() if "could not be checked" in each.detail]
 
 
-def test_a_broken_check_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [(PermissionError("no entry"), "checked: no entry"), (KeyError("x"), "checked: KeyError: 'x'"),
+     (ImportError("no x"), "checked: ImportError: no x")],
+    ids=repr,
+)  # fmt: skip
+def test_a_broken_check_is_a_finding(raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_nothing(_: str) -> Finding:
-        raise PermissionError("no entry")
+        raise raised
 
     monkeypatch.setattr(doctor, "CHECKS", (check_nothing, doctor.check_cpus))
     found = doctor.run_checks()
     assert [each.name for each in found] == ["nothing", "cpus"]
-    judged(found[0], "warn", "no entry")
+    judged(found[0], "warn", said)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,11 @@ def test_populate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "SHM_DIR", str(tmp_path))
     judged(doctor.check_leftovers(), "ok")
-    alive = shm.OwnedSegment.create("simm-alive", mmap.PAGESIZE)
+    alive = shm.OwnedSegment.create("simm-0-alive-0-0123456789abcdef", mmap.PAGESIZE)
+    judged(doctor.check_leftovers(), "ok")
+    # Of programs that know no lock of ours: it was advised to remove them, though they were in use.
+    for name in ("simmulation", "simm_buffer", "simm-registry", "simm"):
+        (tmp_path / name).write_bytes(bytes(8192))
     judged(doctor.check_leftovers(), "ok")
     # What a server that stopped with --warm has left is its next start's: it was advised to remove that.
     header = memoryview(bytearray(8192)).cast("Q")
@@ -293,10 +303,12 @@ def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = doctor.check_leftovers()
     judged(verdict, "ok", "1 arenas", "simm-0-a-0-0123456789abcdef", "--warm wait for their next start")
     assert not verdict.remedy
-    (tmp_path / "simm-dead").write_bytes(bytes(8192))
+    (tmp_path / "simm-0-dead-0-0123456789abcdef").write_bytes(bytes(8192))
     verdict = doctor.check_leftovers()
-    judged(verdict, "warn", "1 segments", "1 arenas", "--warm", f"rm {tmp_path}/simm-dead")
-    assert "simm-0-a" not in verdict.remedy
+    judged(verdict, "warn", "1 segments", "1 arenas", "--warm", f"rm {tmp_path}/simm-0-dead-0-0123456789abcdef")
+    assert "simm-0-a-" not in verdict.remedy
+    (tmp_path / "simm-bench-7-01234567").write_bytes(bytes(8192))
+    judged(doctor.check_leftovers(), "warn", "2 segments", "simm-bench-7-01234567")
     alive.unlink()
     alive.close()
 
