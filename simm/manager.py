@@ -74,7 +74,7 @@ from .control.pages import ManagerPages, Standing
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper, stored_cluster
 from .control.waiting import Pushes, Told, Waiting
-from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
+from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, may_pass, printable
 from .net.http import Web
 from .net.listeners import bound_address, open_listener
 from .net.local_users import LocalUsers
@@ -587,7 +587,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.manager"
     except (SimmError, OSError) as exc:
         notify.status(str(exc))
         print(f"simm manager: {printable(str(exc))}", file=sys.stderr)
-        return 2 if isinstance(exc, (ConfigError, CorruptionError)) else 1
+        return 2 if isinstance(exc, (ConfigError, CorruptionError)) and not may_pass(exc) else 1
 
 
 if __name__ == "__main__":

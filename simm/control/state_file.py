@@ -25,7 +25,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ConfigError, CorruptionError, SimmError
+from ..errors import ConfigError, CorruptionError, SimmError, may_pass
 from ..host.users import others_may_make, trusts
 
 FILE_FORMAT: Final = 1
@@ -80,7 +80,10 @@ class StateFile:
         return str(self.path)
 
     def load(self) -> Any:
-        """Return the state last saved, or None before the first. Raises CorruptionError with the remedy."""
+        """Return the state last saved, or None before the first.
+
+        Raises CorruptionError with the remedy, SimmError if the file may be readable later.
+        """
         way_out = f"to begin anew, move {self.path} away (the cluster then refills from its servers)"
         try:
             with open(_open_own(self.path, os.O_RDONLY), "rb") as file:
@@ -88,6 +91,8 @@ class StateFile:
         except FileNotFoundError:
             return None
         except OSError as exc:
+            if may_pass(exc):  # the state is whole, as far as anybody knows: nobody is advised to give it up
+                raise SimmError(f"cannot read {self.path} now: {exc.strerror or exc}") from exc
             raise CorruptionError(f"cannot read {self.path}: {exc.strerror or exc}; {way_out}") from exc
         if len(raw) > FILE_BYTES_MAX:
             raise CorruptionError(f"{self.path} is larger than {FILE_BYTES_MAX >> 20} MiB: not a state file; {way_out}")

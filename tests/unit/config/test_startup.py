@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
+import ssl
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from simm import dataserver, manager
 from simm.config.parsers import TlsOptions
 from simm.config.settings import load
 from simm.config.startup import read_secret, read_tokens, server_tls_options
-from simm.errors import ConfigError
+from simm.errors import ConfigError, may_pass
 
 FILES = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem", "tls_client_ca": "clients.pem"}
 
@@ -91,3 +95,31 @@ def test_who_may_not_enter_a_secrets_folder_hears_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # it has no name
     with pytest.raises(ConfigError, match=r"this process is user \d+ .*may not enter a folder above it; name another"):
         read_secret(tmp_path / "x", "the login", "; name another")
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOENT, 2), (errno.EACCES, 2)])
+@pytest.mark.parametrize("module", [manager, dataserver], ids=["manager", "dataserver"])
+@pytest.mark.parametrize("flag", ["--token-file", "--config"])
+def test_issue_a_file_that_cannot_be_read_now_is_no_wrong_setting(
+    flag: str, module: ModuleType, number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit does not try again after 2, and the server stayed away when its file system was well again."""
+
+    def fails(path: Path, *_: object) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(module, "set_up_logging", lambda *_: None)
+    for each in ("read_text", "read_bytes"):
+        monkeypatch.setattr(Path, each, fails)
+    file = tmp_path / "file"
+    file.touch(mode=0o600)
+    assert module.main([flag, str(file)]) == code
+
+
+def test_what_openssl_refuses_stays_refused(tmp_path: Path) -> None:
+    """Its errors are the system's by their type, with numbers of its own."""
+    file = tmp_path / "ca.pem"
+    file.write_text("no certificate")
+    with pytest.raises(ssl.SSLError) as refused:
+        ssl.create_default_context(cafile=str(file))
+    assert not may_pass(refused.value) and not may_pass(OSError("no certificate can name this host"))

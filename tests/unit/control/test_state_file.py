@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from simm import manager
+from simm.control import state_file
 from simm.control.state_file import StateFile
 from simm.errors import ConfigError, CorruptionError
 from tests.support.acl import USER, named, set_acl
@@ -108,3 +111,28 @@ def test_issue_a_pipe_does_not_stop_the_start(tmp_path: Path, make: Callable[[Pa
         make(tmp_path / "state" / "manager.json")
         with pytest.raises(CorruptionError, match=r"(?i)no ordinary file|is a directory"):
             file.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "code"),
+    [("manager.lock", errno.EROFS, 1), ("manager.lock", errno.ENOSPC, 1), ("manager.lock", errno.EACCES, 2),
+     ("manager.json", errno.EIO, 1), ("manager.json", errno.ESTALE, 1), ("manager.json", errno.EACCES, 2)],
+)  # fmt: skip
+def test_issue_a_disk_that_fails_at_the_start_is_no_wrong_setting(
+    name: str, number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A unit does not try again after 2, and the manager stayed away when the disk was well again."""
+    real = state_file._open_own
+
+    def opens(path: Path, how: int) -> int:
+        if path.name == name:
+            raise OSError(number, os.strerror(number))
+        return real(path, how)
+
+    monkeypatch.setattr(state_file, "_open_own", opens)
+    monkeypatch.setattr(manager, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(manager, "raise_file_limit", lambda: None)
+    assert manager.main(["--listen", "127.0.0.1:0", "--state-dir", str(tmp_path)]) == code
+    said = capsys.readouterr().err
+    assert os.strerror(number) in said and ("begin anew" in said) == (name == "manager.json" and code == 2)
