@@ -45,9 +45,11 @@ Failure modes and mitigations
 * *Dropping takes long*: seconds for 10^6 entries, and the worker serves meanwhile. A shard that a map takes away is
   *clearing* until its entries are gone. Its word stays 0, whatever a map, ADOPT or FREEZE says, so that nobody finds an
   old entry under a new word. A FREEZE is remembered and marks the shard afterwards; no mutation is accepted before.
-* *A FREEZE comes late*, when a newer map has given the shard back to P, whose word is 0: INCOMING, or clearing. The
-  shard's only owner would refuse mutations until some later map. So P compares the FREEZE with its map too, and refuses
-  it as it does where a word is newer. A FREEZE of a map that P does not have yet is newer than all that P's map says.
+* *A FREEZE comes late*, when a newer map has given the shard back to P, whose word is 0: INCOMING, or clearing. Or it
+  is false, or of a former life of the manager, and a map of its epoch or a later one says that the shard is P's. The
+  shard's only owner would refuse mutations until some later map, for which nobody asks. So P compares the FREEZE with
+  its map too, and refuses it as it does where a word is newer. A FREEZE of a map that P does not have yet is newer than
+  all that P's map says. If no such map comes, the manager learns of its epoch and makes a later one.
 * *A worker that its manager has given up* (declared dead, or back after a long pause) is *fenced*: it accepts no
   mutation in any shard until the next map. So is every successor of a worker that died, as it cannot know. Mutations
   check :attr:`ShardWords.accepting`, which then refers to zeros instead of the words, so a fence costs nothing.
@@ -281,17 +283,16 @@ class ShardWords:
         """Freeze shards that a new owner takes over by the map of ``epoch``. Return those that have a word here.
 
         The others are frozen too: an earlier map, not received yet, may make this worker their owner. Return None, with
-        nothing changed, if a word is newer, or if the last map here gives this worker a shard since a newer one: the
-        caller's map is old. Raise UsageError for an epoch that no map can have if the last one here is of epoch
-        ``known``: no later map would ever thaw the shards.
+        nothing changed, if a word is newer, or if the last map here, that of epoch ``known``, is as new as the caller's
+        and gives this worker a shard: the caller's map is old. Raise UsageError for an epoch that no map after it can
+        have: no later map would ever thaw the shards.
         """
         if not 0 < epoch <= epoch_limit(known):
             raise UsageError(f"no map has epoch {epoch}: the last one here is of epoch {known}")
         asked = list(shards)
         places = np.array(asked, np.intp)
         parts = self.roles[places]
-        mine = (parts == ShardRole.OWNER) | (parts == ShardRole.INCOMING)
-        if bool((mine & (self.since[places] >= np.uint64(epoch))).any()):
+        if epoch <= known and bool(((parts == ShardRole.OWNER) | (parts == ShardRole.INCOMING)).any()):
             return None  # also where the word is 0: until ADOPT, or until the old entries are dropped
         for shard in asked:
             word = self.words[shard]

@@ -161,7 +161,7 @@ class Worker:
         elif event == "freeze":
             if "freezes_late" in self.bugs:
                 words.roles = np.zeros(SHARD_COUNT, np.uint8)
-            frozen = words.freeze(details[0], [0] if local.word or "no_mark" not in self.bugs else [])
+            frozen = words.freeze(details[0], [0] if local.word or "no_mark" not in self.bugs else [], epoch)
             words.roles[0] = local.role
             answer = None if frozen is None else bool(frozen)
         elif event == "adopt":

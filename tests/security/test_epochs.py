@@ -66,6 +66,10 @@ def test_what_was_frozen_by_a_map_that_nobody_has_thaws(make_cluster: Callable[.
             assert isinstance(channel.call(M.Freeze(false, EVERY)), M.Frozen)
         wait_until(lambda: map_of(cluster).epoch > false, "the manager goes beyond it")
         wait_until(lambda: stores(client, "after"), "the server stores again")
+        with mover(cluster) as channel, pytest.raises(Refused) as refused:
+            channel.call(M.Freeze(false + 1, EVERY))  # the server's map is as new: no other one would come
+        assert refused.value.status == Status.WRONG_OWNER
+        assert client.get("after") == b"value" and client.put("last", b"value")
 
 
 @pytest.mark.quick

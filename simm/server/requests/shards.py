@@ -150,7 +150,7 @@ class ShardRequests:
             return reply(M.Error(str(exc)), request_id, Status.BAD_REQUEST)
         if frozen is None:
             return reply(
-                M.Error(f"this worker owns a shard by a newer map than that of epoch {msg.epoch}"),
+                M.Error(f"this worker owns a shard by a map that is as new as that of epoch {msg.epoch}"),
                 request_id, Status.WRONG_OWNER,
             )  # fmt: skip
         log.info("epoch %d: %d shards frozen for their new owner", msg.epoch, len(frozen))

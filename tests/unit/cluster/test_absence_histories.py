@@ -187,7 +187,8 @@ class History:
                 left = left if self.rng.random() < 0.5 else left[: len(left) // 2]
                 source = next(other for other in self.hosts if other.name == info.node)
                 reached = source.state in ("up", "cut") and source.instance == info.instance
-                frozen = source.words[info.worker].freeze(host.member.epoch, left) if reached and left else []
+                known = source.member.epoch
+                frozen = source.words[info.worker].freeze(host.member.epoch, left, known) if reached and left else []
                 if frozen is None or not left or words.fenced:
                     continue
                 words.adopt(host.member.epoch, left, frozen)

@@ -53,7 +53,7 @@ def fresh(worker: WorkerThread) -> None:
     """Empty, and all shards its own since epoch 1."""
     epoch = 1 << 50  # newer than whatever has frozen a shard
     worker.supervisor.call(M.Shards(epoch, bytes(8 * SHARD_COUNT), bytes(SHARD_COUNT)))
-    worker.supervisor.call(M.Shards(epoch, *owned(ALL_SHARDS, 1)))
+    worker.supervisor.call(M.Shards(1, *owned(ALL_SHARDS, 1)))
 
 
 def put(worker: WorkerThread, namespace: str, digests: list[bytes], crc: int = 0) -> None:
