@@ -268,9 +268,13 @@ class NamespaceTable:
         return {self.names[each]: self._words[line_of(each) * _LINE_WORDS + EPOCH_WORD] for each in self.tags}
 
     def forget_epochs(self) -> None:
-        """Forget all epochs, as they are another cluster's. No entry is left that has one."""
+        """Forget all epochs and the lease, as they are another cluster's. No entry is left that has an epoch.
+
+        The next cluster may give shorter leases, and a manager that cannot reach this worker counts on those.
+        """
         self._epochs.clear()
         self._unswept.clear()
+        self._until_ns = 0
         for number in list(self.tags):
             self._store_epoch(number, 0)
 

@@ -162,7 +162,11 @@ class Membership(Service):
         self._connect()
 
     def _asked_in_vain(self) -> None:
-        if self._asks and self.peer is not None and not self._leaving:  # without a link: see _lost
+        if not self._asks or self._leaving:
+            return
+        if self.peer is None:  # _lost gives up, unless the next link is made at once
+            self.loop.call_later(RECONNECT_S, self._asked_in_vain)
+        else:
             self.delegate.give_up(
                 f"manager {self._where} has not said for {self.join_timeout_s:.0f} s which cluster it is of, and there "
                 "is a suspended arena: start again when it is reachable and has its map"
@@ -440,6 +444,7 @@ class Membership(Service):
                 log.warning("%s", msg.text)
                 self.warm, self.warm_epoch, self.warm_cluster = False, 0, 0
                 self.member.abandon()
+                self.lease.end()
                 self.delegate.on_abandoned()
                 self.join()
                 return

@@ -268,6 +268,7 @@ class Server:
                 self.net.say(f"{self.name}: {msg.text}")
                 self.warm = False
                 self.member.abandon()
+                self.lease.end()
                 for number in list(self.movers):
                     self._end_mover(number)
                 for orders in self.orders:

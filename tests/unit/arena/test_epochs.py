@@ -489,6 +489,18 @@ def test_another_cluster_has_other_epochs(bench: Bench) -> None:
     assert bench.store.stale.first
 
 
+def test_issue_a_lease_ends_with_its_cluster(bench: Bench) -> None:
+    """The line had it when the first epochs of the next cluster came. That one's leases may be shorter."""
+    bench.advance(5)
+    set_shards(bench.store, 1, *owned(ALL_SHARDS, 1), cluster=7)
+    bench.session = bench.store.sessions.open(1, 1, NAME)
+    bench.store.stale.take({NAME: 7})
+    bench.sweep()
+    assert bench.put(digests(7)[0]) == Status.OK and not bench.found(digests(7)[0])
+    bench.store.ledger.namespaces.extend_lease(FOR_EVER)
+    assert bench.found(digests(7)[0])
+
+
 def test_the_default_namespace_loses_its_values_at_a_first_advance_only(bench: Bench) -> None:
     """Once there was no line for some name. But the one that advances has had one since its first advance."""
     spaces = bench.store.ledger.namespaces

@@ -590,7 +590,10 @@ def test_a_manager_of_another_cluster(manager: Manager, make_house: Callable[...
     """JOIN names whose values we hold; refused, it is said again without any once the workers have dropped them."""
     house = make_house(manager, warm=True, warm_epoch=41, warm_cluster=4)
     manager.answers[M.Join] = (M.Error("this is cluster 5"), Status.OTHER_CLUSTER)
+    lease = house.membership.lease
+    assert lease.answered(lease.sent(9, 0), 0) and lease.until(1000)
     house.until(lambda: house.orders, "an order")
+    assert not lease.until(1000), "that of the other cluster has ended"
     assert manager.of(M.Join) == [M.Join(7, 1, "n", [INFO], 41, 4)] and house.orders == [DROP_ALL]
     for _ in range(5):
         house.loop.run_once(0.02)

@@ -1,4 +1,4 @@
-"""A data server's link to its manager where the system lacks something, or a message cannot be packed."""
+"""A data server's link to its manager where the system lacks something, a message cannot be packed, or it is down."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def test_issue_what_cannot_be_packed_waits_for_no_answer(manager: Manager, house
     said: list[object] = []
     house.membership.request(M.Ping(0), lambda msg, _: said.append(msg))
     house.until(lambda: said, "the next one has its answer")
+
+
+def test_issue_a_link_that_is_down_when_time_is_up_is_no_reason_to_wait_on(manager: Manager, house: House) -> None:
+    """Nobody looked again: the server asked without end which cluster a manager is of that had no map."""
+    manager.answers[M.MapGet] = None
+    house.membership.find_cluster(41)
+    house.membership._asked_in_vain()  # as it is called by the clock, which is far from there in this test
+    assert house.membership.peer is None and not house.gave_up
+    house.until(lambda: house.gave_up, "giving up")
+    assert "which cluster" in house.gave_up and house.membership.peer is not None
 
 
 @pytest.mark.parametrize("lacks", [OSError(errno.ENOSPC, "no watches"), MemoryError()])
