@@ -154,6 +154,7 @@ def report(
     of the rest.
     ``eta_s`` of a worker: the bytes that move to it, less those already copied, at the current rate; None if nothing is
     being copied. It assumes that a source's bytes are spread evenly over its shards.
+    ``moved_bytes`` and ``move_rate``: of servers that serve. The last heartbeat of another one says what it did once.
     ``shards_without_owner`` includes shards of overdue owners.
     """
     count = len(indexes)
@@ -197,12 +198,13 @@ def report(
                 **load._asdict(),
                 "eta_s": None,
             }
-            if index is not None and coming[index] and load.move_rate:
-                eta = round(max(0.0, float(expected[index]) - load.moved_bytes) / load.move_rate, 1)
+            rate = load.move_rate if node.serving and load.moves_left else 0
+            if index is not None and coming[index] and rate:
+                eta = round(max(0.0, float(expected[index]) - load.moved_bytes) / rate, 1)
                 worker["eta_s"] = eta
                 times.append(eta)
-            for total in totals:
-                totals[total] += worker[total]
+            totals["move_rate"] += rate
+            totals["moved_bytes"] += load.moved_bytes if node.serving else 0
             workers.append(worker)
         rows.append(
             {

@@ -598,3 +598,23 @@ def test_progress_and_the_time_it_will_take() -> None:
     arrive(cluster)
     status = cluster.status(0.3)
     assert status["nodes"][1]["workers"][0]["eta_s"] is None and status["eta_s"] is None
+
+
+@pytest.mark.parametrize("how", ["dies", "dies, and is waited for", "leaves", "leaves warm"])
+def test_issue_a_server_that_has_gone_copies_nothing_any_more(how: str) -> None:
+    """Its last heartbeat counted for a day: in the cluster's rate, in what was copied, and in the time to go."""
+    cluster = attentive(1, 0.0, ALL._replace(grace_s=60.0 if "waited" in how else 0.0))
+    for name in ("a", "b"):
+        cluster.join(0.0, join(name, 1))
+        cluster.heartbeat(0.0, name, 1, cluster.epoch, [WorkerLoad(1000 * SHARD_COUNT, 5, 0, 0)])
+    cluster.heartbeat(0.1, "b", 1, cluster.epoch, [WorkerLoad(7, 1, 0, 0, len(of(cluster, "b")), 500, 300)])
+    status = cluster.status(0.2)
+    assert (status["move_rate"], status["moved_bytes"]) == (300, 500) and status["eta_s"], "the control"
+    if how.startswith("dies"):
+        run(cluster, 0.2, 7.0, lambda now: cluster.heartbeat(now, "a", 1, cluster.epoch))
+    else:
+        cluster.leave(0.2, "b", 1, warm="warm" in how)
+    assert states(cluster)["b"] == ("dead" if "dies" in how else "left")
+    status = cluster.status(7.1)
+    assert status["nodes"][1]["workers"][0]["used_bytes"] == 7, "what it had is still said"
+    assert (status["move_rate"], status["moved_bytes"], status["eta_s"]) == (0, 0, None)

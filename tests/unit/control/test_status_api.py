@@ -133,6 +133,23 @@ def test_servers_that_went_long_ago_are_a_number(manager: Manager) -> None:
         assert f'simm_manager_nodes{{state="{state}"}} {count}\n' in metrics
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_issue_a_drained_server_that_was_stopped_is_none_to_be_stopped(manager: Manager, dies: bool) -> None:
+    """The order to drain it stays for its return, and it was counted as empty for a day."""
+    with_a_server(manager)
+    cluster, now = manager.cluster, manager.loop.clock()
+    cluster.join(now, Join(5, 0, "b", [WorkerInfo(0, 0, 1, 5, 1, "b", "/w", "h", 4)]))
+    cluster.heartbeat(now, "b", 5)
+    cluster.drain(now, "b", True)
+    assert "\nsimm_manager_nodes_drained 1\n" in manager.pages.metrics().text(), "the control"
+    if dies:
+        cluster.nodes["b"].state = NodeState.DEAD
+    else:
+        cluster.leave(now, "b", 5)
+    assert "\nsimm_manager_nodes_drained 0\n" in manager.pages.metrics().text()
+    assert status(manager)["nodes"][1]["drained"], "it was emptied before it went"
+
+
 def test_many_who_ask_get_one_answer(manager: Manager) -> None:
     first = manager.pages.api()
     manager.cluster.join(manager.loop.clock(), Join(5, 0, "late", [WorkerInfo(0, 0, 1, 5, 1, "late", "/w", "h", 4)]))
