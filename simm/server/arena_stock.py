@@ -2,7 +2,7 @@
 
 A segment that a server of the same name has left is one of these:
 
-* *Not suspended* (its server was killed), or no arena at all. Nobody can use it. It is removed.
+* *Not suspended* (its worker was killed with its server), or no arena at all. Nobody can use it. It is removed.
 * *Suspended, without a cluster.* It never had a shard, so it holds nothing. It is removed.
 * *Suspended, of the manager's cluster.* A warm start takes it over if it fits (``segments.fit_for_warm``). Otherwise it
   is marked closed and removed, with the reason in the log.
@@ -137,7 +137,8 @@ class ArenaStock:
     def take_over(self, cluster: int) -> dict[int, OwnedArena]:
         """Return all workers' arenas as a clean ``--warm`` stop left them, or none. Remove this server's other ones.
 
-        ``cluster``: the manager's; 0 if nothing was undecided. Raises SegmentError.
+        ``cluster``: the manager's; 0 if nothing was undecided. Raises SegmentError; the next start can take over then
+        what this one has taken.
         """
         options = self.options
         left = self._left()
@@ -160,12 +161,17 @@ class ArenaStock:
         for number, each in fit.items():
             if number not in self.nodes:
                 self.nodes[number] = each.grown - 1 if each.grown - 1 in there else options.nodes[0]
-        taken = {number: OwnedArena.adopt(each.name, group=options.group) for number, each in fit.items()}
-        for number, segment in taken.items():
-            segments.remove_events(segment.name)  # of a server that was killed
-            if options.events:
-                segment.tell_events(RING_HEADER_BYTES + options.events, options.group)
-            log.info("worker %d: warm start on %s", number, segment.name)
+        taken: dict[int, OwnedArena] = {}
+        with contextlib.ExitStack() as undo:
+            for number, each in fit.items():
+                taken[number] = segment = OwnedArena.adopt(each.name, group=options.group)
+                undo.callback(_put_back, segment)
+            for number, segment in taken.items():
+                segments.remove_events(segment.name)  # of a server that was killed
+                if options.events:
+                    segment.tell_events(RING_HEADER_BYTES + options.events, options.group)
+                log.info("worker %d: warm start on %s", number, segment.name)
+            undo.pop_all()
         kept = {each.name for each in (*fit.values(), *self._foreign)}
         # By name, as another cluster's server of this name may suspend an arena meanwhile.
         for name in segments.remove_old([each.name for each in left if each.name not in kept], self._while_running):
@@ -398,6 +404,16 @@ class ArenaStock:
                 f"{exc}; {names} is kept for another cluster's data server of this name: remove it if that one will "
                 "not come back"
             ) from exc
+
+
+def _put_back(arena: OwnedArena) -> None:
+    """Leave an arena that was taken over as it was found. No worker has used it."""
+    try:
+        arena.drop_events()
+        arena.keep()
+    except SegmentError as exc:
+        log.error("%s", exc)
+    arena.close()
 
 
 def _within(size: int, share: tuple[int, int], percent: int, what: str) -> int:

@@ -16,8 +16,20 @@ from simm.errors import SegmentError
 from simm.ipc import arena_files
 from simm.ipc import segments as ipc_segments
 from simm.ipc.arena_files import OwnedArena, SealedData, move_bytes, new_generation
+from simm.server.arena_stock import ArenaStock
+from simm.server.options import DataServerOptions
 from simm.shm import data_name
-from tests.support.left_arenas import MIB, files_of, fit, name_of, owner_of_all, put_some, values_in
+from tests.support.left_arenas import (
+    CLUSTER,
+    MIB,
+    files_of,
+    fit,
+    make_suspended,
+    name_of,
+    owner_of_all,
+    put_some,
+    values_in,
+)
 from tests.support.shards import set_shards
 
 
@@ -203,3 +215,37 @@ def test_move_bytes_gives_the_pages_back(monkeypatch: pytest.MonkeyPatch) -> Non
     source.close()
     target.close()
     assert ipc_segments.metadata_of(data_name("simm-x")) == "simm-x"
+
+
+@pytest.mark.parametrize("fails", ["set_access", "tell_events"])
+def test_issue_a_start_that_fails_leaves_the_arenas_to_the_next_one(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The data of the first worker's ended with that start, as it was in memory already: the next one was cold."""
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 0.0)
+    names = [name_of("gpu", number) for number in range(2)]
+    values = [make_suspended(name, 20) for name in names]
+    options = DataServerOptions("gpu", "", [0, 0], group=os.getegid(), events=MIB, warm=True)
+    owner = shm.OwnedSegment if fails == "set_access" else OwnedArena
+    real = getattr(owner, fails)
+
+    def once(self: OwnedArena, *arguments: object, **more: object) -> None:
+        if self.name == names[1]:
+            raise SegmentError("refused")
+        real(self, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, fails, once)
+        with pytest.raises(SegmentError, match="refused"):
+            ArenaStock(options, 98).take_over(CLUSTER)
+    assert sorted(os.listdir(shm_dir)) == files_of(*names)
+    taken = ArenaStock(options, 99).take_over(CLUSTER)
+    assert sorted(taken) == [0, 1]
+    for number, arena in taken.items():
+        assert arena.sealed
+        store = Store.recover(arena.mm, arena.name)
+        assert values_in(store) == values[number]
+        store.release()
+        arena.unlink()
+        arena.close()
+    assert not os.listdir(shm_dir)
