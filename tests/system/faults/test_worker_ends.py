@@ -128,11 +128,16 @@ def test_issue_a_warm_stop_without_a_worker_keeps_all_values(
     assert "set aside" not in first.log.read_text()
 
 
-@pytest.mark.parametrize("arguments", [(), ("--warm",)], ids=["cold", "warm"])
+@pytest.mark.parametrize(
+    ("arguments", "recovers"), [((), True), (("--warm",), True), (("--warm",), False)], ids=["cold", "warm", "serving"]
+)
 def test_issue_a_supervisor_that_is_killed_takes_a_recovering_worker_along(
-    make_fleet: Callable[..., Fleet], arguments: tuple[str, ...]
+    make_fleet: Callable[..., Fleet], arguments: tuple[str, ...], recovers: bool
 ) -> None:
-    """It recovered on, for a minute perhaps, and the next server could not start meanwhile, or started cold."""
+    """It recovered on, for a minute perhaps, and the next server could not start meanwhile, or started cold.
+
+    One that serves goes the same way: with --warm the next start has its values.
+    """
     fleet = make_fleet(
         1, memory="32M", heartbeat_ms=500, manager_arguments=(*DEAD_AFTER, "--restart-grace-ms", "600000"),
         server_arguments=arguments, patches=(f"{PATCHED}slow",),
@@ -142,9 +147,9 @@ def test_issue_a_supervisor_that_is_killed_takes_a_recovering_worker_along(
         fill(client)
         before, slow = segments(server.name), server.folder / SLOW
         slow.touch()
-        recovering = kill_worker(server, 0)
+        worker = kill_worker(server, 0) if recovers else psutil.Process(server.worker_pid())
         server.kill()
-        assert not alive(recovering) and slow.exists()
+        assert not alive(worker) and slow.exists()
         left = left_by(server.name)
         assert [each.state for each in left] == ([State.SUSPENDED] if arguments else [])
         slow.unlink()

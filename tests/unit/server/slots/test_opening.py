@@ -14,6 +14,7 @@ from simm.host import memory
 from simm.server import arena_stock
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
+from simm.server.slots import opening
 from simm.server.slots.opening import Opener
 from tests.support.segments import child, status_of
 
@@ -103,3 +104,25 @@ def test_processes_that_were_forked_earlier_see_how_much_memory_there_is_now() -
     assert status_of(pid) == 0
     os.close(reads)
     os.close(writes)
+
+
+@pytest.mark.parametrize("orphaned", [False, True], ids=["stopped", "killed"])
+@pytest.mark.parametrize(("warm", "sealed"), [(False, False), (True, False), (True, True)])
+def test_what_a_worker_leaves_of_its_arena(
+    monkeypatch: pytest.MonkeyPatch, orphaned: bool, warm: bool, sealed: bool
+) -> None:
+    """With --warm also if its supervisor was killed. Sealed data ends with that one, who alone could move it."""
+    done: list[str] = []
+    monkeypatch.setattr(opening.segments, "remove_if_left", lambda *_: done.append("remove"))
+    nothing: Any = None
+    children: Any = SimpleNamespace(stopping=not orphaned)
+    opener = Opener(DataServerOptions("gpu", "", [0], warm=warm), 7, children, *[nothing] * 4)
+    arena: Any = SimpleNamespace(name="x", sealed=sealed, unlock=lambda: done.append("unlock"))
+
+    def suspended() -> bool:
+        done.append("suspend")
+        return True
+
+    opener._leave(arena, orphaned, suspended, lambda: done.append("close"))
+    kept = warm and not (orphaned and sealed)
+    assert done == (["suspend"] if kept else ["close", "unlock", "remove"])
