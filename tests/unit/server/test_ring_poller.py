@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -169,6 +170,9 @@ def test_issue_a_ring_that_is_woken_stays_active_beside_a_busy_one(
     """It was retired in the same round, as it had brought nothing for long, and the commit needed a KICK."""
     monkeypatch.setattr(ring_poller, "avoid_cpu", lambda _: None)
     bench.poller.poll_s = 3600.0
+    monkeypatch.setattr(ring_poller, "RING_IDLE_S", 3600.0)  # however long this process is kept from its processor
+    for _, each in bench.poller.active:
+        each.context.ring_used = -math.inf
     ring, peer = bench.poller.active.pop()
     ring.words[SLEEPING] = 1
     conn = Connection()
