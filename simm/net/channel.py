@@ -167,10 +167,16 @@ class Channel:
         cls, host: str, port: int, deadline_s: float, on_push: Callable[[Any], None] | None = None,
         tls: TlsOptions | None = None,
     ) -> Channel:  # fmt: skip
-        """Connect by TCP, and with ``tls`` by TLS (:func:`check_tls`). Raises TransportError."""
+        """Connect by TCP, and with ``tls`` by TLS (:func:`check_tls`). Raises TransportError.
+
+        A forked child closes its copy of the socket, also while this connects in another thread, and in the middle of
+        an exchange. While a child has a copy, the peer does not see that its client hung up. It would execute a request
+        that the client gave up long ago.
+        """
         until = time.monotonic() + deadline_s
         family, address = resolve(host, deadline_s)
         sock = _socket(family)
+        fork.in_child(sock.close)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _connect(sock, (address, port), f"{host}:{port}", max(0.001, until - time.monotonic()))
         if tls is not None:
@@ -179,7 +185,6 @@ class Channel:
             sock = connected(sock, tls, host, until)
         made = cls(sock, deadline_s, on_push)
         made.certified = tls is not None
-        fork.in_child(made._after_fork)
         return made
 
     def foreign_server(self, trusted: Container[int]) -> str:
@@ -473,15 +478,6 @@ class Channel:
         if self.broken and self.sock.family != socket.AF_UNIX:
             reset_on_close(self.sock)
         self.broken = self.broken or "closed"
-        with contextlib.suppress(OSError):
-            self.sock.close()
-
-    def _after_fork(self) -> None:
-        """Close the child's copy of the socket, in the middle of an exchange too.
-
-        While a child has a copy, the peer does not see that its client hung up. It would execute a request that the
-        client gave up long ago.
-        """
         with contextlib.suppress(OSError):
             self.sock.close()
 

@@ -42,6 +42,7 @@ from typing import Any, Final
 
 from ..config.parsers import TlsOptions
 from ..errors import ConfigError, DeadlineError, TransportError
+from ..host import fork
 from .admission import HELLO_BYTES_MAX
 
 log = logging.getLogger("simm.net.tls")
@@ -508,13 +509,17 @@ def _wrap(sock: socket.socket, context: Context, host: str) -> ssl.SSLSocket:
 
 
 def connected(sock: socket.socket, options: TlsOptions, host: str, until: float) -> ChannelSocket:
-    """Make a connected socket a channel's with TLS, by ``until`` (monotonic seconds). Raises TransportError."""
+    """Make a connected socket a channel's with TLS, by ``until`` (monotonic seconds). Raises TransportError.
+
+    A forked child closes its copy, also during the handshake.
+    """
     try:
         made = _wrap(sock, for_channels(options), host)
     except (OSError, ConfigError) as exc:
         sock.close()
         raise TransportError(f"the TLS handshake with {host} failed: {_said(exc)}") from exc
     assert isinstance(made, ChannelSocket)
+    fork.in_child(made.close)  # in place of ``sock``, which has none any more
     try:
         while True:
             try:

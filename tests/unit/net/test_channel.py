@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import ssl
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from simm.config.parsers import TlsOptions
 from simm.errors import DeadlineError, TransportError
 from simm.net import channel as net_channel
+from simm.net import tls
 from simm.net.channel import Channel
 from simm.rpc import reply
 from simm.wire import messages as M
+from tests.support.segments import child, status_of
 from tests.support.waiting import WAIT_S
 
 
@@ -39,6 +44,60 @@ def test_a_channel_that_failed_is_reset(fails: bool) -> None:
                         pass
             else:
                 assert len(server.recv(1000)) > 20 and server.recv(1000) == b""
+
+
+def sockets() -> set[str]:
+    """Return the sockets that this process has open, by the kernel's names for them."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {each for each in found if each.startswith("socket:")}
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("step", ["connect", "handshake"])
+def test_issue_a_child_has_no_socket_of_a_connection_that_is_being_made(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it had one, for as long as it lived, the server did not see that the client had hung up."""
+    owner, name = (net_channel, "_connect") if step == "connect" else (tls.ChannelSocket, "_wait")
+    real, connecting, go = getattr(owner, name), threading.Event(), threading.Event()
+
+    def held(*arguments: object) -> object:
+        connecting.set()
+        assert go.wait(WAIT_S)
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, held)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = tls.ChannelSocket
+    monkeypatch.setattr(tls, "for_channels", lambda options: SimpleNamespace(options=options, get=lambda: context))
+    made: list[Channel] = []
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(socket.create_server(("127.0.0.1", 0))))
+        before = sockets()
+
+        def connect() -> None:
+            options = TlsOptions("any") if step == "handshake" else None
+            with contextlib.suppress(TransportError):
+                made.append(Channel.tcp("127.0.0.1", listener.getsockname()[1], WAIT_S, tls=options))
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        stack.callback(thread.join, WAIT_S)
+        stack.callback(listener.close)
+        stack.callback(go.set)
+        assert connecting.wait(WAIT_S)
+        assert len(sockets() - before) == 1
+        assert status_of(child(lambda: len(sockets() - before))) == 0
+        go.set()
+        listener.accept()[0].close()  # which ends the handshake
+        thread.join(WAIT_S)
+        for channel in made:
+            stack.enter_context(contextlib.closing(channel))
+        assert len(made) == len(sockets() - before) == (step == "connect")
+        assert status_of(child(lambda: len(sockets() - before))) == 0, "nor of one that is made"
 
 
 def test_issue_a_late_reply_is_found_behind_one_that_was_waited_for() -> None:
