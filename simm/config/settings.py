@@ -11,7 +11,8 @@ environment names and file keys follow from its name (``deadline_ms``: ``--deadl
   must be able to run an engine. For a Service called ``simm`` Kubernetes sets ``SIMM_SERVICE_HOST``,
   ``SIMM_PORT_30001_TCP`` and similar variables in every pod. Names of that form are ignored, and no setting may have
   one.
-* *A command reads its own settings only.* A variable of a server does not concern a client, whatever its value.
+* *A command reads its own settings only.* A variable of a server, or its line in the file, does not concern a client,
+  whatever its value.
 * *Every value has an origin*, which :meth:`Settings.origin` returns.
 * *Units.* Sizes take K, M, G, T (powers of 1024). A setting whose name ends in ``_ms`` or ``_us`` takes a number in
   that unit, or a number with an explicit unit (``1s``).
@@ -489,19 +490,18 @@ def load(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, setting in SETTINGS.items():
-        variable = next((key for key in (setting.env, *setting.env_aliases) if key in env), None)
-        if roles.isdisjoint(setting.roles):
-            variable = None
+        reads = not roles.isdisjoint(setting.roles)
+        variable = next((key for key in (setting.env, *setting.env_aliases) if reads and key in env), None)
         raw: Any
         if name in argv_values:
             raw, origin = argv_values[name], setting.flag
         elif variable is not None:
             raw, origin = env[variable], f"environment {variable}"
-        elif name in from_file:
+        elif reads and name in from_file:
             raw, origin = from_file[name]
         elif setting.computed is not None:
             # What this command does not use is no reason to end it: the environment may be of another one.
-            values[name], origins[name] = setting.computed({} if roles.isdisjoint(setting.roles) else env)
+            values[name], origins[name] = setting.computed(env if reads else {})
             continue
         else:
             values[name], origins[name] = setting.by_command.get(command, setting.default), "default"

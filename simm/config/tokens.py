@@ -152,6 +152,8 @@ def _parse_line(where: str, line: str) -> Token:
         raise ConfigError(f"{where}: a label has 1 to 64 letters, digits and ._@-, and stands before the token")
     if len(label) >= len(secret):  # the token would be public, and what stands in its place easy to guess
         raise ConfigError(f"{where}: a label is shorter than its token: are the two swapped, or is the label missing?")
+    if any(word.startswith("#") for word in bound):  # its words would be names that the token may use
+        raise ConfigError(f"{where}: a comment has a line of its own, with # in front")
     if not bound:
         return Token(secret, role, label)
     if role is TokenRole.CLIENT:

@@ -160,10 +160,10 @@ def test_defaults() -> None:
 
 
 def test_each_source_overrides_the_next(tmp_path: Path) -> None:
-    file = write(tmp_path / "simm.json", {"poll_us": 3, "streams": 4, "slots": "5", "deadline-ms": "1s"})
+    file = write(tmp_path / "simm.json", {"poll_us": 3, "streams": 4, "slots": "5", "slow-ms": "1s"})
     env = {"SIMM_POLL_US": "2", "SIMM_STREAMS": "8"}
     settings = load("dataserver", {"poll_us": "1"}, env, file)
-    assert (settings.poll_us, settings.streams, settings.slots, settings.deadline_ms) == (1, 8, 5, 1000)
+    assert (settings.poll_us, settings.streams, settings.slots, settings.slow_ms) == (1, 8, 5, 1000)
     assert settings.origin("poll_us") == "--poll-us"
     assert settings.origin("streams") == "environment SIMM_STREAMS"
     assert settings.origin("slots") == f"file {file}"
@@ -183,6 +183,23 @@ def test_a_commands_own_table_wins_for_it_alone(tmp_path: Path) -> None:
     assert server.listen == ("0.0.0.0", 6) and server.warm
     assert server.origin("listen") == f"file {file} [dataserver]"
     assert load("manager", {}, {}, file).listen == ("0.0.0.0", 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("allow_uid", "no-such-user"), ("name", "no name"), ("heartbeat_ms", 5), ("memory", "1K")]
+)
+def test_issue_what_another_command_s_setting_is_in_the_file_stops_none(
+    tmp_path: Path, name: str, value: str | int
+) -> None:
+    """An engine's container has no user of the servers, and a client no heartbeat. Names are checked all the same."""
+    file = write(tmp_path / "simm.json", {name: value, "deadline_ms": 7})
+    client, plain = load("client", {}, {}, file), load("client", {}, {})
+    assert client.deadline_ms == 7 and getattr(client, name) == getattr(plain, name)
+    assert client.origin(name) == plain.origin(name)
+    with pytest.raises(ConfigError, match=rf"{name} \(from file"):
+        load("manager" if name in ("allow_uid", "heartbeat_ms") else "dataserver", {}, {}, file)
+    with pytest.raises(ConfigError, match="unknown setting"):
+        load("client", {}, {}, write(tmp_path / "typo.json", {name + "x": value}))
 
 
 def test_managers_as_text_or_list(tmp_path: Path) -> None:
