@@ -18,9 +18,9 @@ At SIGTERM or SIGINT the supervisor leaves the cluster, ends streams and endpoin
 removes segments and sockets. Before LEAVE the workers give their shards up: the next owners accept mutations as soon
 as LEAVE has arrived, while a reader with an old map may still look here. With ``--warm`` the segments stay, marked
 *suspended*, for the next start under this name. A worker marks its own. Where none serves, as one recovers, has just
-died or does not end in time, the supervisor does it (``arena/vault.py``). After SIGKILL the kernel ends the children;
-the next start removes the segments, which are leftovers then. A worker that is told to end by anybody else leaves its
-arena open, as after a crash, for its successor.
+died or does not end in time, the supervisor does it (``arena/vault.py``). After SIGKILL the kernel ends the children:
+workers suspend their arenas then, too, with ``--warm`` and no group, or remove them. What killed workers have left, the
+next start removes. A worker that others tell to end leaves its arena open, as after a crash, for its successor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .config.parsers import Address, duration_in
 from .config.settings import add_arguments, load_command
 from .config.startup import say
 from .constants import NO_OWNER
-from .errors import ConfigError, SimmError, UsageError, printable
+from .errors import ConfigError, SimmError, UsageError, may_pass, printable
 from .host.file_locks import LockFile
 from .host.threads import LACKING
 from .ipc import segments
@@ -434,7 +434,7 @@ class DataServer:
             slot.sharded = False
             slot.taken = 0
         # One-sided reads see no header, so the RDMA connections must end before an entry of the new cluster is stored.
-        end_children(self.endpoints.processes(), 0.0)
+        self.endpoints.end()
         self.on_map()
 
     def give_up(self, why: str) -> None:
@@ -497,18 +497,18 @@ class DataServer:
             log.exception("handing over failed")
         made = [slot for slot in self.slots if slot.tcp is not None]  # else a start failed before them
         workers = [slot.worker.child for slot in made if slot.worker.child is not None]
-        end_children([child for child in self._processes() if child not in workers], STOP_S / 3)
+        end_children([child for child in self._processes() if child not in workers], STOP_S / 3, ALLOW_S)
         for slot in made:
             if not slot.ready:  # it would end when it has recovered its arena, and is not needed for what is left to do
                 slot.worker.kill()
-        end_children(workers, STOP_S)
+        end_children(workers, STOP_S, ALLOW_S)
         for each in self._shared:
             if isinstance(each, NamedSocket) and self._lock is not None and self._lock.held:
                 with contextlib.suppress(OSError):
                     os.unlink(each.path)
+        kept = self.options.warm and not self.member.displaced and self.endpoints.end()
         for slot in [each for each in self.slots if each.segment.is_owner]:  # some may be removed, and not replaced
             try:
-                kept = self.options.warm and not self.member.displaced
                 # What ends its workers again and again is kept only as it has been found.
                 vault = None if slot.unrecovered or slot.hopeless() else slot.vault
                 if not (kept and self.stock.keep(slot.segment, vault, self.member.order(slot.number))):
@@ -593,7 +593,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserv
     except (SimmError, OSError) as exc:
         notify.status(str(exc))
         print(f"simm dataserver: {printable(str(exc))}", file=sys.stderr)
-        return 2 if isinstance(exc, (ConfigError, UsageError)) else 1
+        return 2 if isinstance(exc, (ConfigError, UsageError)) and not may_pass(exc) else 1
 
 
 if __name__ == "__main__":

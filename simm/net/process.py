@@ -20,12 +20,17 @@ from ..errors import ConfigError
 from .loop import Loop
 from .peer import Peer
 
+log = logging.getLogger("simm.net.process")
+
 #: A server with fewer descriptors has no room for clients.
 FILES_MIN: Final = 64
 
 _PR_SET_PDEATHSIG: Final = 1
 #: The lowest oom_score_adj: the OOM killer never chooses such a process.
 OOM_NEVER: Final = -1000
+#: The kernel may take so long to end a process that was killed, as it gives its memory back. A supervisor that serves
+#: waits no longer, as its heartbeats wait too.
+KILLED_S: Final = 1.0
 #: Both ends of the socket pairs that signals write into. They stay open, as a signal may arrive while a process ends.
 _WAKES: Final[list[socket.socket]] = []
 
@@ -66,6 +71,9 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False, reload: Callable[[],
     Without ``interrupt`` ignore SIGINT: a terminal sends it to the parent as well, which handles it. A terminal that
     closes sends SIGHUP: then a process with ``interrupt`` stops, if it had one at its start. With ``nohup`` it
     does not, and a SIGHUP means ``reload`` all the same: settings and quotas that have changed reach it by that.
+
+    A forked child may have got a SIGHUP before, as while it recovered an arena. Nothing has come of it, so this calls
+    :func:`~simm.config.logs.reopen_logs` once.
     """
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     had_terminal = interrupt and not nohup and has_terminal()
@@ -90,6 +98,7 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False, reload: Callable[[],
             reload()
 
     loop.watch(wake_read, woken)
+    reopen_logs()
 
 
 def raise_file_limit() -> None:
@@ -212,9 +221,10 @@ class Child:
         return done == self.pid
 
     def lost(self) -> None:
-        """Close the connection to a process that has ended."""
-        if self.peer is not None:
-            self.peer.close("process ended")
+        """Close the connection to a process that has ended, or is about to."""
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            peer.close("process ended")
         self.sock.close()
 
 
@@ -227,22 +237,34 @@ def reaped(pid: int) -> bool:
     return done == pid
 
 
-def end_children(children: Sequence[Child], seconds: float) -> None:
-    """Send SIGTERM to child processes, SIGKILL to those left after ``seconds``; reap them and close their sockets."""
+def end_children(children: Sequence[Child], seconds: float, killed_s: float = KILLED_S) -> list[Child]:
+    """Send SIGTERM to child processes, SIGKILL to those left after ``seconds``; reap them and close their sockets.
+
+    Return those that have not ended ``killed_s`` after SIGKILL, which are to be reaped later. They execute nothing any
+    more, but have their memory, descriptors and RDMA connections until they end.
+    """
     left = [child for child in children if not child.ended()]
     for child in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGTERM)
             os.kill(child.pid, signal.SIGCONT)  # a stopped process cannot end
+    left = _left_after(seconds, left)
+    for child in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    left = _left_after(killed_s, left)
+    if left:
+        log.error("processes %s were killed and have not ended", [child.pid for child in left])
+    for child in children:
+        child.lost()
+    return left
+
+
+def _left_after(seconds: float, left: list[Child]) -> list[Child]:
+    """Return which of these children have not ended by then, or earlier if all have."""
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:
         left = [child for child in left if not child.ended()]
         if left:
-            time.sleep(0.005)
-    for child in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGKILL)
-        while not child.ended():
             time.sleep(0.001)
-    for child in children:
-        child.lost()
+    return left

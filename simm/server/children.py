@@ -331,8 +331,9 @@ class Supervised(Service):
             self.start_or_retry(start, FORK_AGAIN_S)
 
     def retire(self) -> None:
-        """Start no process any more. The last one has been reaped."""
-        self.child, self._retired = None, True
+        """Start no process any more. One that has not ended yet is to be reaped by :meth:`ended`."""
+        self._retired = True
+        self.ended()
 
     def send(self, msg: Any, request_id: int = 0, *, flags: int = 0) -> None:
         """Send a message to the process, if it is connected."""
@@ -550,9 +551,7 @@ class WorkerSlot:
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         name, path = options.name, self.unix.path
-        return M.WorkerInfo(
-            self.number, self.node, self.incarnation, instance, self.data_bytes, name, path, host, port
-        )
+        return M.WorkerInfo(self.number, self.node, self.incarnation, instance, self.data_bytes, name, path, host, port)
 
     def take_stats(self, stats: dict[str, Any]) -> None:
         """Take the worker's counters."""

@@ -527,6 +527,7 @@ def run_mover(settings: MoverSettings, supervisor: socket.socket) -> None:
     mover = Mover(settings, supervisor)
     if settings.live is not None:
         settings.live.follow("move_mib_s", lambda mib: mover.bucket.set_rate(mib << 20))
+    reopen_logs()  # a SIGHUP may have come before there was a handler, or anything to follow
     if not mover.run():
         os._exit(0)  # without waiting for jobs
     log.info(

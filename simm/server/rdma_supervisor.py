@@ -38,6 +38,8 @@ POLL_S: Final = 0.25
 #: Between an endpoint's death and its successor: doubled each time that it lived less than STEADY_S.
 AGAIN_S: Final = (0.2, 30.0)
 STEADY_S: Final = 60.0
+#: The kernel takes some seconds to give hundreds of GiB back that were registered.
+DEAD_S: Final = 30.0
 #: Registering a piece of an arena holds an endpoint up for seconds.
 SILENT_S: Final = 60.0
 
@@ -138,13 +140,22 @@ class Endpoints:
             endpoint.was_ready = endpoint.was_ready or later
             endpoint.process.start_or_retry()
 
-    def remove(self, number: int) -> None:
-        """End a worker's endpoint for good, if it has one."""
-        if (endpoint := self.by_worker.pop(number, None)) is not None:
-            if endpoint.process.child is not None:
-                end_children([endpoint.process.child], 0.0)
-            endpoint.process.retire()
-            endpoint.listener.close()
+    def remove(self, number: int) -> list[Supervised]:
+        """Forget a worker's endpoint, if it has one, and return its process, which the caller ends and retires."""
+        if (endpoint := self.by_worker.pop(number, None)) is None:
+            return []
+        endpoint.listener.close()
+        return [endpoint.process]
+
+    def end(self) -> bool:
+        """Kill all processes, and wait until none is left: so long their clients read the arenas, and write to them.
+
+        Gives the server up and returns False if one does not end within ``DEAD_S``.
+        """
+        left = end_children(self.processes(), 0.0, DEAD_S)
+        if left:
+            self._give_up(f"the endpoint process {left[0].pid} was killed and does not end: its clients use the arena")
+        return not left
 
     def _on_message(self, endpoint: EndpointState, msg: Any, _request_id: int) -> None:
         if not isinstance(msg, M.StatsReply):

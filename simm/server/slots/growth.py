@@ -17,6 +17,9 @@ What can go wrong, and what we chose
 * *The supervisor must not wait.* Faulting in a TiB takes a minute, in which the manager would declare the server dead.
   So a child does it. Where memory runs out, the kernel ends that child and not the supervisor. Giving the pages back
   takes as long, and another child does that.
+* *A child hangs, or is stopped.* Nobody could grow this server until its restart. The one that faults memory in must
+  say something now and then, and so must the new worker, or its heartbeat must move. Else it is killed, and all is
+  undone.
 * *The supervisor is killed.* The children end with it. The arena is a leftover that the next start removes.
 * *The manager refuses the JOIN* (too many workers, a token that allows less room). The server joins without the worker.
 * *The manager is lost in the middle.* The server joins the next one with all its workers, as soon as there is one. A
@@ -38,7 +41,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from ...cluster.assignment import Member
-from ...cluster.nodes import NODE_WORKERS_MAX, WORKERS_MAX
+from ...cluster.nodes import NODE_WORKERS_MAX, WORKERS_MAX, NodeState
 from ...config.parsers import parse_bytes
 from ...constants import SLAB_BYTES
 from ...errors import ConfigError, SegmentError, SimmError, UsageError, printable
@@ -64,10 +67,14 @@ log = logging.getLogger("simm.dataserver")
 ASK_S: Final = 5.0
 #: Between two attempts to join a manager whose map lacks a worker.
 REJOIN_S: Final = 2.0
+#: A child that shows no sign of life for so long hangs, or is stopped. The one that faults memory in tells each 0.1 s
+#: how far it is, and nothing while it unmaps the arena at its end, for which it gets more time.
+SILENT_S: Final = 60.0
 
 ASKING, POPULATING, STARTING, JOINING, DONE, FAILED = "asking", "populating", "starting", "joining", "done", "failed"
 #: Nothing is under way.
 ENDED: Final = ("", DONE, FAILED)
+_GONE: Final = (NodeState.DEAD.value, NodeState.LEFT.value)
 
 
 class Grown(Protocol):
@@ -110,6 +117,8 @@ class Growth:
         self._shared: list[socket.socket | NamedSocket] = []
         self._clock = server.loop.clock
         self._began = self._asked_at = self._joined_at = 0.0
+        #: The heartbeat of the worker that starts, when it was last looked at.
+        self._beat = 0
         #: Processes that were told to end.
         self._ending: list[Supervised] = []
         #: The map and the workers that were last compared, and which of these it lacks.
@@ -214,7 +223,9 @@ class Growth:
             return "the manager is collecting the map that it lost: try again in some seconds"
         if any(node["name"] == name and node["draining"] for node in status["nodes"]):
             return f"{name!r} is being drained, and would get no shards: `simm node resume {name}` first"
-        if sum(len(node["workers"]) for node in status["nodes"]) >= WORKERS_MAX:
+        # Those that have gone are remembered, and take no room. The manager decides about any that may return.
+        living = [node for node in status["nodes"] if node.get("state") not in _GONE]
+        if sum(len(node["workers"]) for node in living) >= WORKERS_MAX:
             return f"a cluster has at most {WORKERS_MAX} workers"
         return ""
 
@@ -271,7 +282,7 @@ class Growth:
         assert arena is not None
         slot = WorkerSlot(self._number, self._node, arena)
         self._shared = server.opener.open(slot)
-        self._slot = slot
+        self._slot, self._beat = slot, 0
         self.state = STARTING
         server.member.add(slot.number)
         server.start_worker(slot)
@@ -285,12 +296,17 @@ class Growth:
             self._listed, self._unlisted = member.listed, member.unlisted
         if self.state == ASKING and self._clock() - self._asked_at > ASK_S:
             self._fail("the manager does not answer: try again when it does")
-        elif self.state == POPULATING and self._populate is not None and (child := self._populate.ended()) is not None:
-            self._fail(f"the process that faulted its memory in died{child.cause}")
-        elif self.state == STARTING and self._slot is not None:
-            if (child := self._slot.worker.ended()) is not None:
+        elif self.state == POPULATING and self._populate is not None:
+            self._populate.kill_if_silent(SILENT_S + self._size / segments.UNMAP_BYTES_PER_S)
+            if (child := self._populate.ended()) is not None:
+                self._fail(f"the process that faulted its memory in died{child.cause}")
+        elif self.state == STARTING and (slot := self._slot) is not None:
+            if (beat := slot.segment.heartbeat()) != self._beat:
+                self._beat, slot.worker.last_seen = beat, self._clock()
+            slot.worker.kill_if_silent(SILENT_S)
+            if (child := slot.worker.ended()) is not None:
                 self._fail(f"its worker died{child.cause}, see the log")
-            elif self._slot.ready and self._slot.current:
+            elif slot.ready and slot.current:
                 self._attempt(self._join)
         elif self.state == JOINING and self._number in self._listed:
             self.state = DONE
@@ -355,11 +371,11 @@ class Growth:
         self._end_populate()
         slot, self._slot = self._slot, None
         if slot is not None:
-            server.endpoints.remove(slot.number)
-            processes = [slot.worker, slot.mover, *slot.streams]
+            processes = [*server.endpoints.remove(slot.number), slot.worker, slot.mover, *slot.streams]
             end_children([each.child for each in processes if each.child is not None], 0.0)
             for each in processes:
                 each.retire()
+            self._ending += processes
             server.member.remove(slot.number)
         close_all(self._shared)
         self._shared = []

@@ -281,7 +281,7 @@ WAITS_S = {"a dead manager": 4.0, "a silent manager": 6.0, "a silent manager, an
 def test_f25_all_waits_of_an_end_are_seconds(checked: bool, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 9.3 s beside a dead manager. Each wait is added up, unless what it waits for is there, or cannot come."""
     waits: list[float] = []
-    monkeypatch.setattr(dataserver, "end_children", lambda _children, seconds: waits.append(seconds))
+    monkeypatch.setattr(dataserver, "end_children", lambda _children, seconds, _killed_s: waits.append(seconds))
     if not checked:
         for name in ("HAND_OVER_S", "STOP_S"):
             monkeypatch.setattr(dataserver, name, 2 * getattr(dataserver, name))

@@ -52,7 +52,7 @@ class House:
         self.gave_up: list[str] = []
         nothing: Any = SimpleNamespace(
             reap=lambda: None, tick=lambda: None, stop=lambda: None, close=lambda: None, processes=list,
-            status=lambda _: None, stopping=lambda _: None, extend=lambda _: None,
+            status=lambda _: None, stopping=lambda _: None, extend=lambda _: None, end=lambda: True,
         )  # fmt: skip
         link = SimpleNamespace(offered=True, warm=True, joined=False, all_answered=True, leave=lambda warm: False)
         self.server: Any = object.__new__(DataServer)
@@ -296,6 +296,21 @@ def test_issue_a_cold_start_ends_when_the_server_is_to_stop(
     house.server.stop()
     said = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
     assert not cold.files and said == [f"{cold.old.name} is set aside and removed: worker 0 starts cold"]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_arena_is_kept_only_once_no_endpoint_uses_it(
+    house: House, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients of one that the kernel does not end may write to it, also when the next server has it."""
+    kept: list[Any] = []
+    monkeypatch.setattr(segments, "store_closed", lambda _name: None)
+    house.arena.is_owner, house.arena.unlink = True, lambda: kept.append("removed")
+    house.server.options = SimpleNamespace(warm=True)
+    house.server.stock = SimpleNamespace(keep=lambda arena, *_: kept.append(arena) or True)
+    house.server.endpoints.end = lambda: ended
+    house.server.stop()
+    assert kept == [house.arena if ended else "removed"]
 
 
 def test_issue_a_worker_that_was_taken_back_in_its_pause_is_told_nothing(house: House) -> None:

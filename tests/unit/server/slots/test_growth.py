@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from simm.cluster.assignment import Member
-from simm.cluster.nodes import NODE_WORKERS_MAX, WORKERS_MAX
+from simm.cluster.nodes import NODE_WORKERS_MAX, WORKERS_MAX, NodeState
 from simm.cluster.shard_map import ShardMap, pack_since
 from simm.constants import NO_OWNER, SHARD_COUNT
 from simm.errors import SegmentError, SimmError
 from simm.server.options import DataServerOptions
 from simm.server.slots import growth as growth_module
-from simm.server.slots.growth import ASK_S, REJOIN_S, Growth
+from simm.server.slots.growth import ASK_S, REJOIN_S, SILENT_S, Growth
 from simm.wire import messages as M
 from simm.wire.messages import MapReply, WorkerInfo
 
@@ -32,8 +32,13 @@ class FakeLoop:
 
 
 class FakeArena:
+    beats = 0
+
     def __init__(self, log: list[str], size: int) -> None:
         self.name, self.size, self.fds, self._log = "simm-0-gpu-1-0000000000000001", size, (), log
+
+    def heartbeat(self) -> int:
+        return self.beats
 
     def unlink(self) -> None:
         self._log.append("unlink")
@@ -51,6 +56,8 @@ class FakeProcess:
         self.retired = False
         self.dead: Any = None
         self.killed = False
+        #: When it said something, and what the clock shows.
+        self.last_seen = self.now = 0.0
 
     def start(self, about: str = "") -> None:
         self.child = self
@@ -58,7 +65,8 @@ class FakeProcess:
             self.log.append("hold")
 
     def retire(self) -> None:
-        self.child, self.retired = None, True
+        self.retired = True
+        self.ended()
 
     def start_or_retry(self) -> None:
         self.start()
@@ -67,6 +75,10 @@ class FakeProcess:
         self.killed, self.dead = True, self
         if self.name.startswith("freeing"):
             self.log.append("let go")
+
+    def kill_if_silent(self, seconds: float) -> None:
+        if self.now - self.last_seen > seconds:
+            self.kill()
 
     def ended(self) -> Any:
         found, self.dead = self.dead, None
@@ -106,6 +118,7 @@ class World:
         self.asked: list[Callable[[Any, int], None]] = []
         self.joined, self.rejoins = True, 0
         self.stopping = False
+        self.endpoint = FakeProcess()
         self.room: SimmError | None = None
         self.fails_to_open: OSError | None = None
         self.membership = self.children = self.endpoints = self.stock = self.opener = self
@@ -153,8 +166,10 @@ class World:
     def start_of(self, number: int, *, later: bool = False) -> None:
         assert later
 
-    def remove(self, number: int) -> None:
+    def remove(self, number: int) -> list[FakeProcess]:
         self.log.append(f"no endpoint {number}")
+        self.endpoint.start()
+        return [self.endpoint]
 
     # the course of things
 
@@ -294,6 +309,20 @@ def test_a_manager_that_would_not_take_it(world: World, status: dict[str, Any], 
     assert not world.log, "no memory was touched"
 
 
+def test_issue_servers_that_have_gone_take_no_room(world: World) -> None:
+    """A manager remembers them for a day. It refused every one of a cluster of 8 workers, for 187 clean stops."""
+    own = {"name": NAME, "state": "running", "draining": False, "workers": [{}]}
+    other = {"name": "x", "draining": False, "workers": [{}] * (WORKERS_MAX - 1)}
+    gone = [{**other, "state": state.value} for state in (NodeState.LEFT, NodeState.DEAD)]
+    world.to("asking").manager_says(nodes=[own, *gone])
+    assert world.growth.state == "populating", world.growth.text()
+    world.growth.stop()
+    for state in NodeState:
+        if state not in (NodeState.LEFT, NodeState.DEAD):
+            world.to("asking").manager_says(nodes=[own, {**other, "state": state.value}])
+            assert "at most 1500 workers" in world.growth.text(), state
+
+
 def test_a_manager_that_says_no_or_nothing(world: World) -> None:
     world.to("asking").asked.pop()(M.Error("not \x1b[31mnow"), 4)
     world.assert_undone("not")
@@ -333,6 +362,51 @@ def test_a_worker_that_does_not_start(world: World) -> None:
     world.growth.tick()
     world.assert_undone("its worker died by SIGKILL")
     assert "no endpoint 1" in world.log
+
+
+def test_issue_a_process_that_hangs_while_its_memory_is_faulted_in_is_ended(world: World) -> None:
+    """Nothing ended it, and every later order was refused: it grows already."""
+    process = world.to("populating").growth._populate
+    assert isinstance(process, FakeProcess)
+    process.now = SILENT_S
+    world.growth.tick()
+    assert world.growth.state == "populating" and not process.killed
+    process.now += 1.0
+    world.growth.tick()
+    world.assert_undone("died by SIGKILL")
+    world.to("done")
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_issue_a_new_worker_that_hangs_is_ended(world: World, answered: bool) -> None:
+    slot = world.to("starting").opened[-1]
+    slot.ready = answered
+    for _ in range(5):
+        world.loop.now += SILENT_S
+        slot.worker.now, slot.segment.beats = world.loop.now, slot.segment.beats + 1
+        world.growth.tick()
+    assert world.growth.state == "starting" and not slot.worker.killed, "it lays a large arena out"
+    slot.worker.now += SILENT_S + 1
+    world.growth.tick()
+    world.assert_undone("its worker died by SIGKILL")
+    world.to("done")
+
+
+def test_issue_what_the_kernel_takes_apart_is_reaped_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor waited for it, without heartbeats. The endpoint ends with the others."""
+    world.to("joining")
+    asked: list[Any] = []
+    monkeypatch.setattr(growth_module, "end_children", lambda children, _seconds: asked.extend(children))
+    assert world.growth.refused("full") and world.growth.state == "failed"
+    slot = world.opened[-1]
+    started = [world.endpoint, slot.worker, *slot.streams]
+    assert asked == started and all(process.child and process.retired for process in started)
+    world.growth.tick()
+    for process in started:
+        process.die()
+    world.growth.tick()
+    world.assert_undone("full")
+    assert world.endpoint.child is None
 
 
 def test_a_join_that_is_refused(world: World) -> None:
