@@ -215,7 +215,10 @@ def test_control_wrong_bytes_are_seen(make: Callable[..., Cluster]) -> None:
         with Client(cluster.manager, path="shm", deadline_s=60.0, checksum=checksum) as client:
             judge = Judge(client, f"control {checksum}")
             wait_until(lambda: judge.put(list(judge.values)), "all values are stored")  # noqa: B023
-            spoil(cluster, "data", random.Random(1))
+            with client.pin(list(judge.values)) as pins:
+                spoil(cluster, "data", random.Random(1))
+                judge.look_at(list(judge.values), pins)
+            assert bool(judge.counts["wrong"]) != checksum, judge.counts
             for key, got in zip(judge.values, client.get_many(list(judge.values))):
                 judge.look(key, got, "get")
             assert bool(judge.counts["wrong"]) != checksum, judge.counts

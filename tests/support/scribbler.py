@@ -21,6 +21,7 @@ from simm.arena.layout import HEADER_BYTES, HEADER_WORDS, SHARDS_BYTES, Geometry
 from simm.client import Client
 from simm.errors import SimmError, UsageError
 from simm.ipc.session import WorkerSession
+from simm.sdk.ops.pins import Pins
 from simm.shm import AttachedSegment
 
 #: Keys of a judge, and bytes of their values.
@@ -71,6 +72,14 @@ class Judge:
             at = next((at for at, (one, two) in enumerate(zip(got, self.values[key])) if one != two), -1)
             self.wrong.append(f"{how} {key}: {len(got)} of {len(self.values[key])} bytes, other from {at} on")
 
+    def look_at(self, keys: list[str], pins: Pins) -> None:
+        """Read the values of these keys from pins, and compare."""
+        rooms = [bytearray(length or 1) for length in pins.lengths]
+        with contextlib.suppress(UsageError):  # a spoilt slot may name more bytes than a value has
+            got = pins.get_ranges_many(range(len(keys)), [[(0, len(room), room)] for room in rooms])
+            for key, room, length in zip(keys, rooms, got):
+                self.look(key, None if length is None else bytes(room), "pins")
+
     def put(self, keys: list[str]) -> bool:
         """Put values; return True if all were taken."""
         done = self.client.put_many(keys, [self.values[key] for key in keys])
@@ -78,11 +87,17 @@ class Judge:
         self.counts["refused"] += len(done) - sum(done)
         return all(done)
 
+    def note(self, began: float) -> float:
+        """Note what a call has taken. Return when the next one begins."""
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - began)
+        return now
+
     def step(self, rng: random.Random) -> None:
         """Do one call, of any kind."""
         began = time.monotonic()
         some = rng.sample(list(self.values), rng.choice((1, 3, 20)))
-        kind = rng.randrange(8)
+        kind = rng.randrange(9)
         if kind < 2:
             self.put(some)
         elif kind < 4:
@@ -96,13 +111,18 @@ class Judge:
                 length = self.client.get_into(some[0], buffer)
                 self.look(some[0], None if length is None else bytes(buffer[:length]), "get_into")
         elif kind == 6:
+            with self.client.pin(some) as pins:
+                began = self.note(began)  # each call has a deadline of its own
+                self.look_at(some, pins)
+                began = self.note(began)
+        elif kind == 7:
             self.client.exists_many(some)
             self.client.delete(some[0])
         else:
             with self.client.view(some[0]) as view:  # of the memory itself: nobody says that it stays as it is
                 view.data.tobytes() if view else None
         self.counts["calls"] += 1
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
+        self.note(began)
 
 
 def judge(manager: str, token: str, path: str, checksum: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...arena.hashing import shard_of
 from ...arena.layout import ENTRY_LARGE, PINNED_FLAGS
-from ...arena.reader import ArenaReader, Unsettled
+from ...arena.reader import ArenaReader, Located, Unsettled
 from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ...errors import PeerError, TransportError
 from ...host.buffers import Copier
@@ -25,7 +25,7 @@ from ..batch import UNLOADABLE, Batch
 from ..routing import Routes
 from ..worker_path import Target
 from .owners import Owners
-from .pins import ArenaPins, Pins, end_together
+from .pins import PINNED, ArenaPins, Pins, end_together
 
 if TYPE_CHECKING:
     from ..reads import Gets
@@ -126,9 +126,13 @@ class Pinner:
                 if flags & ~PINNED_FLAGS:
                     _note_kind(batch.pins, number, flags)
                     continue
-                if self._check is None or self._check(flags, crc, reader.data[start : start + length]):
+                if self._check is None:
                     holder.values[number] = start, digest, None
-                    batch.pins.take(number, holder, length)
+                elif self._check(flags, crc, reader.data[start : start + length]):
+                    holder.values[number] = start, digest, Located(PINNED, 0, offset, length, crc, flags)
+                else:
+                    continue
+                batch.pins.take(number, holder, length)
             elif status in (Status.NO_SPACE, Status.UNAVAILABLE):
                 confirm = reader.confirm_previous if how else reader.confirm
                 self._note_version(reader, holder, number, digest, batch.pins, confirm)

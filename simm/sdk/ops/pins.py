@@ -5,7 +5,8 @@ pinned. A read gives bytes of that version, or it is a miss; what happens to the
 values are held where they were found, by a holder for each worker:
 
 * **In an arena of this host** (:class:`ArenaPins`): by pins of the client's own session. Such a pin ends with the
-  process and by nothing else, so reads copy and check nothing. It outlasts the worker, and the move of its shard.
+  process and by nothing else, so reads copy and confirm nothing. It outlasts the worker, and the move of its shard.
+  A client with checksums checks them at each read: others may write into the arena meanwhile.
 * **At a server elsewhere** (``sdk/ops/remote_pins.py``): by a lease of a stream, which ends with one connection.
 
 A value that finds no room among the pins, which are bounded in number and bytes, is held by its version alone: a read
@@ -60,6 +61,8 @@ log = logging.getLogger("simm.client")
 WAKE_KEYS: Final = 64
 #: Rows that are copied twice go in groups of so many bytes, which stay in a core's cache.
 _SCRATCH_BYTES: Final = 256 << 10
+#: In place of the slot of a value that a pin holds, and of which each read checks the copy.
+PINNED: Final = -1
 #: What is read of a value: its position among the keys, and the ranges. The result is of :data:`~..batch.Result`.
 Want = tuple[int, Ranges]
 
@@ -82,7 +85,7 @@ class ArenaPins:
         self.reader = reader
         self._copier = copier
         self._check = check
-        #: By position: where the value begins in the data, and its version if only that holds it, with the digest.
+        #: By position: where the value begins in the data, its digest, and what a read must confirm or check, if any.
         self.values: dict[int, tuple[int, bytes, Located | None]] = {}
         self._pins: list[int] = []
         self._finalizer: weakref.finalize[..., ArenaPins] | None = None
@@ -119,16 +122,18 @@ class ArenaPins:
             devices[0][0].copy_to_device(devices)
 
     def _read_version(self, start: int, digest: bytes, found: Located, ranges: Ranges) -> bool:
-        """Read ranges of a value that no pin holds; return whether it was whole until then."""
+        """Read ranges of a value that no pin holds, or that is checked; return whether it was whole until then."""
         reader = self.reader
         if self._check is None:
             scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
             reader.touch(found.slot)
             return reader.confirm_previous(digest, found.slot, found.seq)
-        value = bytes(reader.value(found))
-        if not reader.confirm_previous(digest, found.slot, found.seq) or not self._check(found.flags, found.crc, value):
+        copy = np.empty(found.length, np.uint8).data
+        self._copier.copy(address_of(copy), reader.data_address + start, found.length, reader.node)
+        kept = found.slot == PINNED or reader.confirm_previous(digest, found.slot, found.seq)
+        if not (kept and self._check(found.flags, found.crc, copy)):
             return False
-        scatter(ranges, memoryview(value), address_of(memoryview(value)), 0, self._copier)
+        scatter(ranges, copy, address_of(copy), 0, self._copier)
         return True
 
     def end(self) -> None:
@@ -138,7 +143,7 @@ class ArenaPins:
         self.values.clear()
 
     def note_addresses(self, addresses: list[int]) -> bool:
-        """Note where the values are in this process, by position. Return False if not all of them are pinned."""
+        """Note where the values are in this process, by position. Return False if reads must look at one of them."""
         base = self.reader.data_address
         for position, (start, _, found) in self.values.items():
             if found is not None:
@@ -189,7 +194,7 @@ class Pins:
         self._calls: set[object] = set()
         self._released = False
         self._pid = os.getpid()
-        #: Where each value is in this process, if all of them are pinned there: 0 for a miss.
+        #: Where each value is in this process, if all are pinned there and none is checked: 0 for a miss.
         self._addresses: list[int] | None = None
         #: Bytes of the shortest value, once that is needed.
         self._shortest: int | None = None
@@ -221,9 +226,7 @@ class Pins:
         number = self._number(key)
         return self.read_wants([(number, wide_ranges_of(ranges))])[0]
 
-    def get_ranges_many(
-        self, keys: Sequence[int | str], ranges: Sequence[Wanted]
-    ) -> list[int | None]:
+    def get_ranges_many(self, keys: Sequence[int | str], ranges: Sequence[Wanted]) -> list[int | None]:
         """:meth:`get_ranges` for many values, each with a list of ranges. No two buffers of the call may overlap."""
         if len(keys) != len(ranges):
             raise UsageError(f"{len(keys)} keys and {len(ranges)} lists of ranges")
@@ -304,9 +307,8 @@ class Pins:
     def _read_rows(self, rows: Sequence[Rows], at: Mapping[RemotePins, Sequence[int]]) -> list[int | None]:
         """Read the same ranges of values, none of which is on this host."""
         results: list[int | None] = [None] * len(self.keys)
-        self._together([
-            (holder.target, holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()
-        ])  # fmt: skip
+        visits = [(holder.target, holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()]
+        self._together(visits)
         return results
 
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
@@ -496,9 +498,7 @@ class Pins:
         got: int | None = await self.in_thread(self.get_ranges, key, ranges)
         return got
 
-    async def get_ranges_many_async(
-        self, keys: Sequence[int | str], ranges: Sequence[Wanted]
-    ) -> list[int | None]:
+    async def get_ranges_many_async(self, keys: Sequence[int | str], ranges: Sequence[Wanted]) -> list[int | None]:
         """:meth:`get_ranges_many`, awaitable."""
         assert self.in_thread is not None
         got: list[int | None] = await self.in_thread(self.get_ranges_many, keys, ranges)

@@ -1,4 +1,4 @@
-"""Values that are read from a pin: what is delivered is what was checked, and the client's copier copies it."""
+"""Values that are read from pins: what is delivered is what was checked, and the client's copier copies it."""
 
 from __future__ import annotations
 
@@ -59,6 +59,30 @@ def test_a_pinned_value_is_checked_once_it_is_copied(
     got = (bytes(buffer) if client.get_into("k", buffer) else None) if into else client.get("k")
     assert done == [True] and client.counters["fallbacks"] == 1
     assert got == (bytes(len(VALUE)) if checked == "control" else VALUE)
+
+
+def test_a_read_of_pins_delivers_what_was_checked(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process overwrites the arena between the check of a read and its copy to where it belongs."""
+    segment: Any = cluster.nodes[0].worker.segment
+    check = ShmGet.check
+    done: list[bool] = []
+
+    def then_spoil(gets: ShmGet, flags: int, crc: int, data: Any) -> bool:
+        done.append(check(gets, flags, crc, data))
+        if len(done) == 2:  # the first one is of the pin
+            at = segment.mm.find(VALUE)
+            segment.mm[at : at + len(VALUE)] = bytes(len(VALUE))
+        return done[-1]
+
+    monkeypatch.setattr(ShmGet, "check", then_spoil)
+    client = cluster.client("shm", checksum=True)
+    assert client.put("k", VALUE)
+    head = bytearray(100)
+    with client.pin(["k"]) as pins:
+        assert pins.get_ranges("k", [(8, 100, head)]) == len(VALUE) and head == VALUE[8:108]
+        head[:] = bytes(100)
+        assert pins.get_ranges("k", [(8, 100, head)]) is None and head == bytes(100), "nothing of it is delivered"
+    assert done == [True, True, False]
 
 
 @pytest.mark.parametrize("size", [100, 1 << 20])

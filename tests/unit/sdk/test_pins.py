@@ -204,6 +204,24 @@ def test_a_value_with_a_wrong_checksum_is_a_miss(cluster: FakeCluster, path: str
         assert got[2:] == VALUES[2:] and (got[1] is None) == checksum
 
 
+def test_issue_each_read_of_a_pinned_value_is_checked(cluster: FakeCluster, path: str) -> None:
+    """A store into the arena after the pin: a client with checksums on its host got wrong bytes as a hit."""
+    client = full(cluster, path, checksum=True)
+    arena = ArenaReader(cluster.nodes[0].worker.segment.name)
+    with client.pin([*KEYS, "no"]) as pins:
+        assert read(pins) == [*VALUES, None]
+        for number in (1, 2):
+            found = arena.locate(client.digest(KEYS[number]))
+            assert found is not None
+            arena.data[found.offset - arena.data_offset] ^= 1
+        rows = np.zeros((len(pins), 1), np.uint8)
+        got = pins.read([(0, 1, rows)])
+        assert got == [len(VALUES[0]), None, None, *map(len, VALUES[3:]), None]
+        assert rows[:, 0].tolist() == [VALUES[0][0], 0, 0, *(value[0] for value in VALUES[3:]), 0]
+        assert read(pins) == [VALUES[0], None, None, *VALUES[3:], None]
+    assert client.counters["crc_errors"] >= 2
+
+
 @pytest.mark.parametrize("length", [0, VALUE_BYTES_MAX + 1, (1 << 32) - 1])
 def test_issue_a_length_that_no_value_has_is_not_believed(
     cluster: FakeCluster, length: int, monkeypatch: pytest.MonkeyPatch
