@@ -64,6 +64,7 @@ from ..host.buffers import Span
 from ..host.threads import Wake, ended_within, lives
 from ..schemes.encodings import short_key
 from ..schemes.registry import GENERATION, generation_key
+from ..sdk.batch import UNLOADABLE
 from ..wire.status import Status
 from .described import Hidden, described
 
@@ -418,17 +419,17 @@ def replace(
 def connect(manager: str = "", **options: Any) -> Client:
     """Return a client for an engine, which may be up before its cache: it misses until a manager answers.
 
-    ``manager`` empty: that of the environment. Raises RuntimeError with a sentence for a wrong setting, or if the
-    managers refuse this client for good.
+    ``manager`` empty: that of the environment. Raises RuntimeError with a sentence for a wrong setting, if the managers
+    refuse this client for good, or if the process has no descriptor left.
     """
     try:
         client = Client(manager or None, lazy=True, **options)
         try:
             client.begin()
-        except SimmError:
+        except BaseException:
             client.close()
             raise
-    except (SimmError, OSError) as exc:
+    except (SimmError, *UNLOADABLE) as exc:
         raise RuntimeError(f"SiMM: {exc}") from exc
     return client
 

@@ -70,6 +70,7 @@ from .mooncake_types import (
     all_unreached,
     bind_to_numa_node,
     each_of,
+    failure,
     invalid,
     pieces_at,
     put_code,
@@ -150,8 +151,9 @@ class MooncakeDistributedStore:
 
     # -- set-up -----------------------------------------------------------------------------------
 
+    @_guarded(invalid, failure)
     def setup(self, local_hostname: str | dict[str, Any], *arguments: Any, **named: Any) -> int:
-        """Connect; return 0, -1 if no manager answers or takes this client, -600 for a wrong setting.
+        """Connect; return 0, -1 if no manager answers or takes this client, or it fails, -600 for a wrong setting.
 
         Arguments are Mooncake's, or one dict of them. ``local_hostname``, ``master_server_addr`` and ``tenant_id``
         have a meaning here.
@@ -161,23 +163,23 @@ class MooncakeDistributedStore:
         if "master_server_address" in named:  # as LMCache passes it, from a configuration of that name
             named.setdefault("master_server_addr", named["master_server_address"])
         if "local_hostname" not in named or "master_server_addr" not in named:
-            log.error("setup: local_hostname and master_server_addr are needed")
-            return INVALID_PARAMS
+            raise UsageError("local_hostname and master_server_addr are needed")
         address, hostname = str(named["master_server_addr"]), str(named["local_hostname"])
         return self._connect(address, hostname, str(named.get("tenant_id") or "default"))
 
+    @_guarded(invalid, failure)
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
         """Connect as :meth:`setup` does: SiMM's clients share memory without a process between."""
         return self._connect(server_address, "localhost", "default")
 
     def _connect(self, address: str, hostname: str, tenant: str) -> int:
         """Connect to the manager that the settings name, else to ``address``."""
+        client = Client(None if _managers(os.environ) else address)
         try:
-            client = Client(None if _managers(os.environ) else address)
-        except SimmError as exc:
-            log.error("setup: %s", exc)
-            return INVALID_PARAMS if isinstance(exc, (UsageError, ConfigError)) else FAILED
-        self.use(client, hostname, tenant)
+            self.use(client, hostname, tenant)
+        except BaseException:
+            client.close()
+            raise
         self._user = of_mooncake.user()
         log.warning("mooncake.store is SiMM: %r, tenant %r", client, tenant)
         return OK
@@ -187,8 +189,7 @@ class MooncakeDistributedStore:
         self.close()
         self._hostname = hostname
         self._keys = Keyspace(client, short_key(f"mooncake/{tenant}"))
-        self._registrar = Registrar(client, self._complain)
-        self._client = client
+        self._registrar, self._client = Registrar(client, self._complain), client
 
     def close(self) -> int:
         """Close the connection; return 0. Twice is harmless."""
@@ -499,7 +500,7 @@ class MooncakeDistributedStore:
 
     # -- the rest --------------------------------------------------------------------------------------
 
-    @_guarded(lambda *_, **__: FAILED)
+    @_guarded(failure)
     def is_exist(self, key: str) -> int:
         """Return 1 if the key is stored, 0 if not, -1 before setup."""
         there: int = self.batch_is_exist([key])[0]
@@ -576,9 +577,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         parser.error("name a command behind --")
-    environment = dict(os.environ)
     given = {"SIMM_MANAGER": arguments.manager, "SIMM_NAMESPACE": arguments.namespace}
-    environment.update({name: value for name, value in given.items() if value})
+    environment = {**os.environ, **{name: value for name, value in given.items() if value}}
     # SGLang else starts Mooncake's transfer engine beside the store, which must be installed, and which SiMM ignores.
     environment.setdefault("SGLANG_HICACHE_MOONCAKE_REUSE_TE", "0")
     # SiMM itself too, where it is run out of a checkout.

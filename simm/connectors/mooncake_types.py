@@ -235,6 +235,11 @@ def invalid(*_: Any, **__: Any) -> int:
     return INVALID_PARAMS
 
 
+def failure(*_: Any, **__: Any) -> int:
+    """Return the code of a call that fails for another reason."""
+    return FAILED
+
+
 def unreached(*_: Any, **__: Any) -> int:
     """Return the code of a call that reached nobody."""
     return RPC_FAIL

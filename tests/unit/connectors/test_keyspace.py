@@ -560,6 +560,28 @@ def test_no_keyspace_reads_what_it_flushed(client: FakeClient, store: FakeStore,
     assert len({each.generation() for each in spaces}) == 1, "they agree in the end"
 
 
+@pytest.mark.parametrize("kind", [OSError, ImportError])
+def test_issue_what_cannot_be_loaded_is_a_sentence(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    """Where a process has no descriptor left, an engine's start ended with the loader's error; and a client stayed."""
+    made: list[FakeClient] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise kind("no descriptor left")
+
+    def client(*_: Any, lazy: bool) -> FakeClient:
+        made.append(FakeClient())
+        made[-1].begin = broken  # type: ignore[method-assign]
+        return made[-1]
+
+    monkeypatch.setattr(keyspace, "Client", client)
+    with pytest.raises(RuntimeError, match="SiMM: no descriptor left"):
+        connect()
+    assert len(made) == 1 and made[0]._closed
+    monkeypatch.setattr(keyspace, "Client", broken)
+    with pytest.raises(RuntimeError, match="SiMM: no descriptor left"):
+        connect()
+
+
 def test_a_wrong_setting_is_a_sentence() -> None:
     with pytest.raises(RuntimeError, match=r"SiMM: .*deadline_s"):
         connect("127.0.0.1:1", deadline_s=-1.0)

@@ -23,7 +23,7 @@ import pytest
 from simm.connectors import mooncake, mooncake_types
 from simm.connectors.mooncake import MooncakeDistributedStore, ReplicateConfig
 from simm.constants import VALUE_BYTES_MAX
-from simm.errors import UsageError
+from simm.errors import TransportError, UsageError
 from simm.testing import FakeClient, FakeStore
 
 ROOT = Path(mooncake.__file__).parents[2]
@@ -451,6 +451,35 @@ def test_settings_that_cannot_be_read_stop_no_command(tmp_path: Path) -> None:
 def test_setup_of_what_cannot_work_is_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SIMM_MANAGER", raising=False)
     assert MooncakeDistributedStore().setup("h", "", 0, 0, "tcp", "", "no address:::") == -600
+
+
+@pytest.mark.parametrize("what", ["Client", "_managers", "Registrar"])
+@pytest.mark.parametrize("kind", [OSError, ImportError, RuntimeError, TransportError])
+def test_issue_setup_raises_nothing_and_leaves_no_client(
+    monkeypatch: pytest.MonkeyPatch, what: str, kind: type[Exception]
+) -> None:
+    """What a process without descriptors, or without threads, meets while it makes a client went to the engine."""
+    made: list[FakeClient] = []
+
+    def client(manager: str | None) -> FakeClient:
+        made.append(FakeClient(manager))
+        return made[-1]
+
+    def broken(*_: Any) -> Any:
+        raise kind("a fault of the test")
+
+    monkeypatch.delenv("SIMM_MANAGER", raising=False)
+    monkeypatch.setattr(mooncake, "Client", client)
+    store = MooncakeDistributedStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake, what, broken)
+        assert store.setup("h", "", 0, 0, "tcp", "", "10.0.0.5:1") == -1 == store.setup_dummy(1, 1, "10.0.0.5:1")
+    assert len(made) == (2 if what == "Registrar" else 0) and all(each._closed for each in made)
+    assert store.health_check() == 1 and store.put("k", b"v") == -600
+    assert store.setup("h", "", 0, 0, "tcp", "", "10.0.0.5:1", tenant_id="\ud800") == -1, "it is in no key"
+    assert all(each._closed for each in made)
+    assert store.setup("h", "", 0, 0, "tcp", "", "10.0.0.5:1") == 0 == store.health_check()
+    store.close()
 
 
 class Sizes(list[int]):
