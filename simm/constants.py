@@ -16,6 +16,8 @@ VALUE_BYTES_MAX = 67_088_384
 LARGE_BYTES_MAX = 64 << 30
 NAMESPACE_BYTES_MAX = 64
 DEFAULT_NAMESPACE = "default"
+#: No client may name it, nor a token: values of namespaces without a place in an arena, and counts that are one.
+OTHERS_NAMESPACE = "(others)"
 
 DIGEST_BYTES = 16
 SHARD_COUNT = 16_384

@@ -29,6 +29,10 @@ class ConfigError(SimmError, ValueError):
     """A setting is unknown, malformed or contradicts another. The text names its source and the remedy."""
 
 
+class AbsentError(ConfigError):
+    """A setting names what this host does not know, and may know later: a user of a directory service, a device."""
+
+
 class LocalProtocolError(SimmError):
     """This side built a message that the protocol does not allow. A bug in SiMM."""
 
@@ -74,12 +78,14 @@ class CorruptionError(SimmError):
 
 
 def may_pass(exc: BaseException) -> bool:
-    """Return whether an OSError, or that which an error was raised from, may pass without a change of the settings.
+    """Return whether an error, or the OSError that it was raised from, may pass without a change of the settings.
 
-    So it is with a disk that is full, broken or read-only, a server of files that does not answer, and descriptors or
-    memory that are used up. It is not so with a path that is wrong, and with files that OpenSSL refuses, whose numbers
-    are its own.
+    So it is with an AbsentError, a disk that is full, broken or read-only, a server of files that does not answer, and
+    descriptors or memory that are used up. It is not so with a path that is wrong, and with files that OpenSSL refuses,
+    whose numbers are its own.
     """
+    if isinstance(exc, AbsentError):
+        return True
     cause = exc if isinstance(exc, OSError) else exc.__cause__
     if not isinstance(cause, OSError) or hasattr(cause, "library"):
         return False

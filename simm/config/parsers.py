@@ -20,9 +20,10 @@ from ..constants import (
     EVENTS_BYTES_MAX,
     EVENTS_BYTES_MIN,
     NAMESPACE_BYTES_MAX,
+    OTHERS_NAMESPACE,
     VALUE_BYTES_MAX,
 )
-from ..errors import ConfigError
+from ..errors import AbsentError, ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -371,7 +372,10 @@ def group(value: Any) -> str:
 
 
 def users(value: Any) -> tuple[int, ...]:
-    """Parse users by name or number, separated by commas; return their numbers, each once. Raises ConfigError."""
+    """Parse users by name or number, separated by commas; return their numbers, each once.
+
+    Raises ConfigError, AbsentError for a name that this host does not know.
+    """
     parts = value if isinstance(value, list) else [value] if isinstance(value, int) else string(value).split(",")
     return tuple(dict.fromkeys(_user(part) for part in parts if part != ""))
 
@@ -385,7 +389,9 @@ def _user(value: Any) -> int:
     try:
         return pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
-        raise ConfigError(f"{str(value)[:40]!r} is no user of this system, nor a user's number") from None
+        # A directory that has the name may answer later. No number becomes a user.
+        kind = AbsentError if text.strip("-0123456789") else ConfigError
+        raise kind(f"{str(value)[:40]!r} is no user of this system, nor a user's number") from None
 
 
 def namespace_name(value: Any) -> str:
@@ -393,6 +399,8 @@ def namespace_name(value: Any) -> str:
     text = string(value)
     if not 1 <= _utf8_bytes(text) <= NAMESPACE_BYTES_MAX:
         raise ConfigError(f"{value!r} must be 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8")
+    if text == OTHERS_NAMESPACE:
+        raise ConfigError(f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several")
     return text
 
 

@@ -186,9 +186,10 @@ class ArenaStock:
         return taken
 
     def size(self) -> int:
-        """Return the bytes of a new arena. Raises SegmentError or UsageError if there is too little memory.
+        """Return the bytes of a new arena. Raises SegmentError if there is too little memory.
 
-        The processes need some too. Without it the kernel would end one of them, sooner or later.
+        The processes need some too. Without it the kernel would end one of them, sooner or later. Raises UsageError if
+        no arena of the size that was asked for has so many slots.
         """
         workers = len(self.options.nodes)
         with self._explained():
@@ -198,6 +199,7 @@ class ArenaStock:
             if not self.options.memory and (share := numa.share_of_nodes(self.options.nodes)) is not None:
                 size = _within(size, share, memory.DEFAULT_ARENA_PERCENT, "")
             in_shm, *bounds = memory.segment_bounds(shm.SHM_DIR)
+            by = min([in_shm, *bounds])
             if size * workers > in_shm.bytes:
                 raise SegmentError(
                     f"{workers} arena(s) of {mib(size)} need {mib(size * workers)}, but only {mib(in_shm.bytes)} "
@@ -208,17 +210,33 @@ class ArenaStock:
                 children = workers * (2 + self.options.streams)
                 room = least.bytes - SUPERVISOR_BYTES - children * CHILD_BYTES
                 fits = room * PAGE_TABLE_PART // (PAGE_TABLE_PART * workers + children)
-                if not self.options.memory:
-                    size = min(size, max(fits, SLAB_BYTES))
-                elif size > fits:
+                if size > fits and self.options.memory:
                     raise SegmentError(
                         f"{workers} arena(s) of {mib(size)} and the processes of a data server need "
                         f"{mib(size * workers + least.bytes - fits * workers)}, but only {mib(least.bytes)} "
                         f"{least.what}; {least.remedy}, or configure a smaller arena: {mib(max(0, fits))} at most"
                     )
+                if size > fits:
+                    size, by = max(0, fits), least
             size = size // SLAB_BYTES * SLAB_BYTES
-            Geometry.plan(size, self.slots_for(size))  # raises for impossible sizes before memory is taken
+            self._plan(size, by)
         return size
+
+    def _plan(self, size: int, bound: memory.Bound) -> Geometry:
+        """Return the layout of a new arena, before memory is taken. Raises UsageError for a size that was asked for.
+
+        A size by default follows from ``bound``, which other programs may give back: SegmentError, so that a unit tries
+        again.
+        """
+        try:
+            return Geometry.plan(size, self.slots_for(size))
+        except UsageError as exc:
+            if self.options.memory:
+                raise
+            raise SegmentError(
+                f"{exc}; only {mib(bound.bytes)} {bound.what}, for {len(self.options.nodes)} arena(s) and the "
+                f"processes: {bound.remedy}"
+            ) from None
 
     def _size_in_reserved(self, workers: int) -> int:
         """Return the bytes of a new arena whose data is in reserved huge pages: by default all that are free.
@@ -237,7 +255,7 @@ class ArenaStock:
         if left is not None:
             size = _within(size, left, 100, " in reserved huge pages")
         size = size // SLAB_BYTES * SLAB_BYTES
-        geometry = Geometry.plan(size, self.slots_for(size))
+        geometry = self._plan(size, bound)
         reserved = memory.whole_huge_pages(geometry.data_file_bytes)
         if reserved * workers > free:
             bound = memory.reserved_bound(reserved * workers)

@@ -12,7 +12,7 @@ from ..config.settings import Settings
 from ..config.startup import allowed_uids, check_exposure, ensure_runtime_dir, live_tokens, server_tls_options
 from ..config.tokens import Token, TokenRole, token_for
 from ..constants import DEFAULT_POLICY, KEEP_SHARES
-from ..errors import ConfigError
+from ..errors import AbsentError, ConfigError
 from ..host import numa
 from ..ipc.segments import WORKERS_MAX, check_server_name, check_socket_paths
 from ..net.local_users import LocalUsers
@@ -93,7 +93,7 @@ class DataServerOptions:
 
 
 def options_from(settings: Settings, *, end_with: int = 0, join_timeout_s: float = JOIN_TIMEOUT_S) -> DataServerOptions:
-    """Return a data server's options. Raises ConfigError."""
+    """Return a data server's options. Raises ConfigError, AbsentError for a group that this host does not know."""
     host, port = settings.listen
     check_server_name(settings.name, end_with)
     tokens = live_tokens(settings.token_file)
@@ -106,7 +106,7 @@ def options_from(settings: Settings, *, end_with: int = 0, join_timeout_s: float
         try:
             group = int(settings.group) if settings.group.isdecimal() else grp.getgrnam(settings.group).gr_gid
         except KeyError:
-            raise ConfigError(f"--group {settings.group}: there is no such group") from None
+            raise AbsentError(f"--group {settings.group}: there is no such group") from None
     if settings.slots and settings.value_size:
         raise ConfigError(
             f"slots ({settings.slots}, {settings.origin('slots')}) and value_size ({settings.value_size}, "

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 from ..config.parsers import Address
-from ..errors import ConfigError
+from ..errors import AbsentError
 from ..host import numa
 from ..ipc.tally import Continued, Totals
 from ..net.listeners import open_listener
@@ -89,7 +89,7 @@ class Endpoints:
         self._give_up = give_up
 
     def detect(self) -> None:
-        """Decide whether there are endpoints. Raises ConfigError if there must be and cannot."""
+        """Decide whether there are endpoints. Raises AbsentError if there must be and is no device."""
         if self.options.rdma == "off":
             self.down_reason = "off"
             return
@@ -98,7 +98,7 @@ class Endpoints:
             self.loop.call_every(POLL_S, self._poll)
         elif self.options.rdma == "on":
             remedy = "load its driver, pass it into the container, or say auto"
-            raise ConfigError(f"--rdma on, but {self.down_reason}: {remedy}")
+            raise AbsentError(f"--rdma on, but {self.down_reason}: {remedy}")
         else:
             log.info("no RDMA: %s", self.down_reason)
 

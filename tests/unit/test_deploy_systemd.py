@@ -84,12 +84,13 @@ def test_the_unit_waits_until_it_serves_and_watches_it(path: Path) -> None:
     assert service["LimitCORE"] == "0", "a core file has tokens in it"
     assert service["Restart"] == "on-failure" and service["RestartPreventExitStatus"] == "2"
     assert unit(path, "Unit")["StartLimitIntervalSec"] == "0", "five failed starts in 10 s would be the last"
+    assert "nss-user-lookup.target" in unit(path, "Unit")["After"].split(), "it has names of users in its settings"
 
 
 def test_a_restart_keeps_the_values() -> None:
     service = unit(FOLDER / "simm-dataserver@.service")
     assert service["Environment"] == "SIMM_WARM=1"
-    assert service["RuntimeDirectoryPreserve"] == "restart", "engines' containers have the folder mounted"
+    assert service["RuntimeDirectoryPreserve"] == "yes", "engines' containers have the folder mounted"
     assert service["RemoveIPC"] == "no" and "DynamicUser" not in service
 
 

@@ -8,7 +8,7 @@ import os
 import pwd
 import ssl
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from simm.config.parsers import TlsOptions
 from simm.config.settings import load
 from simm.config.startup import read_secret, read_tokens, server_tls_options
 from simm.errors import ConfigError, may_pass
+from simm.server import rdma_supervisor
 
 FILES = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem", "tls_client_ca": "clients.pem"}
 
@@ -123,3 +124,36 @@ def test_what_openssl_refuses_stays_refused(tmp_path: Path) -> None:
     with pytest.raises(ssl.SSLError) as refused:
         ssl.create_default_context(cafile=str(file))
     assert not may_pass(refused.value) and not may_pass(OSError("no certificate can name this host"))
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "code"),
+    [(manager, "--allow-uid=nobody-knows-this", 1), (manager, "--allow-uid=99999999999", 2),
+     (dataserver, "--server-uid=nobody-knows-this", 1), (dataserver, "--allow-uid=0,nobody-knows-this", 1),
+     (dataserver, "--allow-uid=-1", 2), (dataserver, "--group=nobody-knows-this", 1),
+     (dataserver, "--group=99999999999", 2)],
+)  # fmt: skip
+def test_issue_a_name_of_a_directory_that_does_not_answer_yet_is_no_wrong_setting(
+    module: ModuleType, given: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """At a host's start, as with sssd. A unit does not try again after 2."""
+    monkeypatch.setattr(module, "set_up_logging", lambda *_: None)
+    for name in [name for name in os.environ if name.startswith("SIMM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path / "run"))
+    assert module.main([given]) == code
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and given.partition("=")[2].split(",")[-1] in said, said
+    assert given.partition("=")[0].strip("-").replace("-", "_") in said, "which setting it is"
+
+
+def test_issue_a_device_that_is_not_there_yet_is_no_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its driver may be loaded after the data server starts. A port that is down was waited for as well."""
+    monkeypatch.setattr(rdma_supervisor.ports, "ports", lambda: ())
+    nothing: Any = None
+    options: Any = SimpleNamespace(rdma="on")
+    endpoints = rdma_supervisor.Endpoints(options, nothing, nothing, on_ready=nothing, give_up=nothing)
+    with pytest.raises(ConfigError, match="--rdma on, but this host has no RDMA device") as refused:
+        endpoints.detect()
+    assert may_pass(refused.value)

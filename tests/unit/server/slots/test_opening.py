@@ -90,6 +90,34 @@ def test_the_default_size_fits_nodes_that_are_unequally_used(
         assert size([0, 1], 64 * MIB) == 64 * MIB, "what was asked for"
 
 
+@pytest.mark.parametrize(
+    ("in_shm", "cgroup", "workers", "slots", "says"),
+    [
+        (64, 100, 1, 0, r"at least 8 MiB, not \d+ bytes; only 100\.0 MiB are left of the cgroup, .*: raise it"),
+        (4096, 90, 1, 0, r"at least 8 MiB, .* only 90\.0 MiB are left of the cgroup"),
+        (9, 4096, 1, 0, r"at least 8 MiB, .* only 9\.0 MiB are free in /dev/shm, .*: remount it"),
+        (64, 4096, 8, 0, r"at least 8 MiB, .* only 64\.0 MiB are free in /dev/shm, for 8 arena"),
+        (1, 4096, 1, 0, r"only 1\.0 MiB are free in /dev/shm, .*; remount it"),
+        (64, 4096, 1, 1 << 20, r"no room for 1048576 slots .* only 64\.0 MiB are free in /dev/shm"),
+    ],
+)
+def test_issue_memory_that_is_short_for_a_while_is_no_wrong_setting(
+    monkeypatch: pytest.MonkeyPatch, in_shm: int, cgroup: int, workers: int, slots: int, says: str
+) -> None:
+    """It ended with status 2, after which a unit does not try again, and named neither bound nor remedy."""
+    bounds = [
+        memory.Bound(in_shm * MIB, "are free in /dev/shm", "remount it"),
+        memory.Bound(cgroup * MIB, "are left of the cgroup", "raise it"),
+    ]
+    monkeypatch.setattr(memory, "segment_bounds", lambda _directory: bounds)
+    monkeypatch.setattr(arena_stock.numa, "share_of_nodes", lambda *_: None)
+    with pytest.raises(SegmentError, match=says):
+        ArenaStock(DataServerOptions("gpu", "", [0] * workers, slots=slots), 7).size()
+    with pytest.raises(UsageError, match="no room for 1048576 slots"):  # the control: what was asked for
+        bounds = [bound._replace(bytes=4096 * MIB) for bound in bounds]
+        ArenaStock(DataServerOptions("gpu", "", [0], memory=16 * MIB, slots=1 << 20), 7).size()
+
+
 def test_processes_that_were_forked_earlier_see_how_much_memory_there_is_now() -> None:
     """So each worker's part of a quota becomes smaller when another one is added."""
     nothing: Any = None
