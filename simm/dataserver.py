@@ -67,7 +67,7 @@ from .server.options import DataServerOptions, options_from
 from .server.rdma_supervisor import Endpoints
 from .server.slots.epochs import known_epochs, send_lease, stored_epoch
 from .server.slots.growth import Growth
-from .server.slots.hang_watch import HangWatch
+from .server.slots.hang_watch import watch_hangs
 from .server.slots.opening import UNRECOVERED, Opener
 from .wire import messages as M
 from .wire.epoch_messages import NamespaceEpoch
@@ -462,9 +462,7 @@ class DataServer:
         self.announced = True
         say(self.pages.ready(self.options.listen_host, self._http))
         self.notify.ready(self.pages.status())
-        hangs = HangWatch(self.slots, round(self.notify.watchdog_s / self.notify.tick_s / 2))
-        alive = hangs.maintain if self.notify.watchdog_s else lambda: True
-        keep_informed(self.loop, self.notify, self.pages.status, alive)
+        keep_informed(self.loop, self.notify, self.pages.status, watch_hangs(self.loop, self.notify, self.slots))
 
     # -- run and stop -----------------------------------------------------------------------------
 

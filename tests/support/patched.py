@@ -5,6 +5,7 @@
     stall=SECONDS  how long a peer may stand still (simm.net.peer.STALL_S)
     mover=SECONDS  how long a mover may say nothing (simm.server.migration.SILENT_S)
     worker=SECONDS how long a worker may say nothing to its streams (simm.server.worker_session.WORKER_DEADLINE_S)
+    hang=SECONDS   how long a worker or a stream may say nothing to its supervisor (simm.server.slots.hang_watch.HANG_S)
     maintenance=SECONDS  how often the loop checks for those (simm.net.loop.MAINTENANCE_S)
     forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
     fsync=FILE     an fsync does not return while FILE exists, as of a disk that is about to fail
@@ -96,6 +97,10 @@ def patch(switch: str) -> None:
         import simm.server.migration
 
         simm.server.migration.SILENT_S = float(value)
+    elif name == "hang":
+        import simm.server.slots.hang_watch as hang_watch
+
+        vars(hang_watch).update(HANG_S=float(value))
     elif name == "worker":
         import simm.server.worker_session as worker_session
 

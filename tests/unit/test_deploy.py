@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from simm.config.settings import COMMANDS, add_arguments, load, load_command
+from simm.server.slots.hang_watch import HANG_S
 from tests.support.child import ROOT
 from tests.support.manifests import unexplained
 
@@ -142,7 +143,8 @@ def test_the_probes_ask_where_it_is_served(name: str, pod: dict[str, Any]) -> No
     assert {"livenessProbe", "readinessProbe"} <= set(container)
     if "dataserver" in name:  # a kubelet that ends it ends all values
         liveness = container["livenessProbe"]
-        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60 and liveness["timeoutSeconds"] >= 5
+        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 2 * HANG_S, "its supervisor acts earlier"
+        assert liveness["timeoutSeconds"] >= 5
 
 
 @pytest.mark.parametrize("family", [0, 1], ids=["IPv4", "IPv6"])

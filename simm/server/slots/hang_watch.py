@@ -1,17 +1,24 @@
-"""End workers and streams that hang, where a service manager would else end the whole data server."""
+"""End workers and streams that hang, where a service manager or a kubelet would else end the whole data server."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from ...net.loop import Loop
+from ...net.sd_notify import Notifier
 from ..children import Supervised, WorkerSlot
 
 log = logging.getLogger("simm.dataserver")
 
+#: Who has answered nothing for so long hangs, if no watchdog has another time. A liveness probe of /healthz has to wait
+#: longer, as in deploy/kubernetes: what it ends loses its values.
+HANG_S: Final = 30.0
+
 
 class HangWatch:
-    """Ends workers and streams that hang, so that a service manager need not end the data server with its values.
+    """Ends workers and streams that hang, so that nobody else need end the data server with its values.
 
     It counts looks, not seconds: a supervisor that was stopped itself has not looked meanwhile, and blames nobody.
 
@@ -40,3 +47,15 @@ class HangWatch:
                     process.kill()
                 fine = fine and looks <= self._looks
         return fine
+
+
+def watch_hangs(loop: Loop, notifier: Notifier, slots: Sequence[WorkerSlot]) -> Callable[[], bool]:
+    """Return what ends workers and streams that hang: half a watchdog's time, or ``HANG_S``.
+
+    It is to be called once a tick, which :func:`~simm.net.sd_notify.keep_informed` does for a service manager, and the
+    loop where there is none.
+    """
+    hangs = HangWatch(slots, round((notifier.watchdog_s / 2 or HANG_S) / notifier.tick_s))
+    if not notifier.active:
+        loop.call_every(notifier.tick_s, hangs.maintain)
+    return hangs.maintain

@@ -21,7 +21,8 @@ from tests.support.waiting import wait_until
 KEYS = 50
 #: How long a peer may stand still in these servers, seconds, and how often they look.
 STALL_S = 0.5
-IMPATIENT = (f"stall={STALL_S}", "maintenance=0.1")
+#: On a busy machine the worker is stopped for longer than one that hangs is waited for.
+IMPATIENT = (f"stall={STALL_S}", "maintenance=0.1", "hang=600")
 CUTS = "call=tests.support.patched_children:cut"
 BELIEVES = "call=tests.support.patched_children:believing"
 

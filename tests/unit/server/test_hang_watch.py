@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 from simm.dataserver import DataServer
 from simm.net.loop import Loop
+from simm.net.sd_notify import TICK_S, Notifier
 from simm.server import migration, rdma_supervisor
 from simm.server.children import Children, Supervised
-from simm.server.slots.hang_watch import HangWatch
+from simm.server.slots.hang_watch import HANG_S, HangWatch
 
 
 class FakeProcess:
@@ -112,6 +114,29 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody(slot: FakeSlot) -> N
     assert hangs.maintain()
     slot.answer(3600.0)
     assert hangs.maintain() and slot.worker.kills == 0
+
+
+@pytest.mark.parametrize("which", ["worker", "stream"])
+def test_issue_without_a_service_manager_who_hangs_is_ended_all_the_same(slot: FakeSlot, which: str) -> None:
+    """As in Kubernetes: a kubelet ended the data server for it, with all values."""
+    now = 1000.0
+    server: Any = object.__new__(DataServer)
+    loop = Loop(lambda: now)
+    vars(slot).update(sharded=True)
+    vars(server).update(
+        announced=False, membership=SimpleNamespace(joined=True), endpoints=SimpleNamespace(awaited=False),
+        slots=[slot], options=SimpleNamespace(listen_host=""), notify=Notifier(), loop=loop, _http="",
+        pages=SimpleNamespace(ready=lambda *_: "READY", status=str),
+    )  # fmt: skip
+    hung, other = (slot.worker, slot.streams[0])[:: 1 if which == "worker" else -1]
+    with contextlib.closing(loop):
+        server._announce()
+        for looks in range(1, round(HANG_S / TICK_S) + 2):
+            assert hung.kills == 0, looks
+            now += TICK_S
+            other.last_seen = now
+            loop.run_once(0.0)
+    assert (hung.kills, other.kills) == (1, 0)
 
 
 # -- endpoints and movers ------------------------------------------------------------------------------
