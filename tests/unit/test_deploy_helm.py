@@ -46,6 +46,7 @@ CASES: Final[Mapping[str, Mapping[str, Any]]] = {
         "dataserver.arena": "12Gi",
         "dataserver.numa": "0,1",
         "dataserver.warm": True,
+        "dataserver.settings": {"value_size": "2M"},
     },
     "RDMA": {**RDMA, "dataserver.rdma.devices": "mlx5_0,mlx5_1:2", "dataserver.rdma.mode": "on"},
     "RDMA by virtual functions": {**RDMA, **POD, "dataserver.rdma.hostNetwork": False},
@@ -70,7 +71,7 @@ CASES: Final[Mapping[str, Mapping[str, Any]]] = {
         "dataserver.engineGroup": 4_000_000_000,
         "user": 2_000_000_000,
         "manager.settings": {"grace_ms": 100_000_000, "log_format": "json"},
-        "dataserver.settings": {"slots": 1 << 30, "huge_pages": False, "policy": "sieve", "value_size": "2M"},
+        "dataserver.settings": {"slots": 1 << 30, "huge_pages": False, "policy": "sieve", "events": "4M"},
         "dataserver.priorityClassName": "high",
         "manager.priorityClassName": "high",
         **WATCHED,
@@ -475,10 +476,19 @@ def test_the_schema_takes_the_further_settings_that_a_server_takes(role: str) ->
         for value in schema.get("enum", ()):
             setting.parse(value)
         assert not schema.get("enum") or refuses(setting, "other")
+        for text in SIZES if "pattern" in schema else ():
+            assert not re.fullmatch(schema["pattern"], text) or not refuses(setting, text), f"{name}: {text}"
         if schema.get("type") == "integer":
             # As text: so it is in the environment.
             setting.parse(str(schema["minimum"])), setting.parse(str(schema["maximum"]))
             assert refuses(setting, str(schema["maximum"] + 1)) and refuses(setting, str(schema["minimum"] - 1)), name
+
+
+#: Sizes around the bounds of those that servers take.
+SIZES: Final = [
+    *("0", "1", "67088384", "67088385", "512K", "1024K", "65515K", "65516K", "63M", "64M", "4096M", "4097M", "5G"),
+    *(f"{random.Random(seed).randrange(10**seed)}{unit}" for seed in range(1, 10) for unit in ("", "K", "M", "G")),
+]
 
 
 def refuses(setting: Setting, value: str) -> bool:
@@ -504,6 +514,7 @@ IMPOSSIBLE: Final[list[Mapping[str, Any]]] = [
     {"manager.settings": {"heartbeat_ms": 1}},
     {"manager.state.size": "1"},
     {"manager.settings": {"policy": "lru"}},
+    {"manager.settings": {"coordinator_ttl_ms": 2500}},
     {"dataserver.kind": "Deployment"},
     {"dataserver.replicas": 0},
     {"dataserver.sharedMemory": "none"},
@@ -522,6 +533,7 @@ IMPOSSIBLE: Final[list[Mapping[str, Any]]] = [
     {"dataserver.settings": {"policy": "random"}},
     {"dataserver.settings": {"polcy": "lru"}},
     {"dataserver.settings": {"memory": "8G"}},
+    {"dataserver.port": 65473},
     {"dataserver.engineGroup": 0},
     {"events.port": 65535},
     {"events.enabled": "yes"},
@@ -548,7 +560,12 @@ GRACE: Final = {
 #: What single values allow and together are wrong -> what helm says.
 TOGETHER: Final = {
     "an etcd": {"manager.replicas": 2},
-    "those of existingSecret": {"manager.coordinator.url": "etcd://a:1/x", "manager.coordinator.caKey": "ca"},
+    "those of existingSecret": {"manager.coordinator.url": "etcds://a:1/x", "manager.coordinator.caKey": "ca"},
+    "loginKey need a url": {**ETCD, "manager.coordinator.url": "etcd://a:1/x", "manager.coordinator.loginKey": "user"},
+    "dead_after (5 unless given) has": {"manager.settings": {"suspect_after": 5}},
+    "slots and value_size": {"dataserver.settings": {"slots": 1000, "value_size": "2M"}},
+    "make 66 workers": {"dataserver.numa": "0,1", "dataserver.workers": 33},
+    "make 33 workers": {**RDMA, "dataserver.workers": 33},
     "ends with the pod": {**POD, "dataserver.warm": True},
     "no engine sees": {**POD, "dataserver.engineGroup": 7},
     "needs serviceMonitor": {"prometheusRule.enabled": True},

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from simm.server.options import DataServerOptions
 from tests.support import chart
 from tests.support.chart import HELM, environment, one, refusal, rendered
 from tests.support.child import ROOT
@@ -178,3 +179,20 @@ def test_the_plain_manifest_has_a_rule_for_a_scraper() -> None:
     # The same for nodes, whose network rdma-patch.yaml uses.
     assert not any(ports_for(each, "10.0.0.7") for each in plain)
     assert [ports_for(each, "10.0.0.7") for each in with_rules] == [[{"port": 30001}], []]
+
+
+@needs_helm
+@pytest.mark.parametrize(("numa", "workers", "rdma"), [("0", 32, True), ("0,1,2", 10, True), ("0,1", 32, False)])
+def test_the_policies_open_all_ports_of_a_server(numa: str, workers: int, rdma: bool) -> None:
+    """As many workers as the chart takes, with their endpoints; and none has the page's port."""
+    values = {
+        **ALL, "dataserver.port": 65472, "dataserver.numa": numa, "dataserver.workers": workers,
+        "dataserver.rdma.enabled": rdma, "dataserver.rdma.hostNetwork": False,
+    }  # fmt: skip
+    first = one(rendered(values), "NetworkPolicy", "-dataserver")["spec"]["ingress"][0]["ports"][0]
+    opened = range(first["port"], first["endPort"] + 1)
+    options = DataServerOptions("a", "/run/simm", [0] * workers * len(numa.split(",")), listen_port=first["port"])
+    used = {options.port_of(number, rdma=kind) for number in range(len(options.nodes)) for kind in {False, rdma}}
+    assert used <= set(opened) and opened.stop <= 1 << 16
+    for port in (opened[0], opened[-1]):
+        assert "one of the 64 ports" in refusal({**values, "dataserver.httpPort": port})

@@ -96,8 +96,28 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{- /* Refuses a change of the manager's volume before helm has changed anything: Kubernetes takes none, and the data servers
+       would restart for managers that do not come. Finds nothing where there is no cluster to ask, as in `helm template`. */ -}}
+{{- define "simm.checkVolume" -}}
+{{- $name := printf "%s-manager" (include "simm.fullname" .) -}}
+{{- with (lookup "apps/v1" "StatefulSet" .Release.Namespace $name).spec -}}
+{{- $there := "" -}}
+{{- range .volumeClaimTemplates -}}
+{{- $there = printf "%sMi %s" (include "simm.mib" .spec.resources.requests.storage) (default "" .spec.storageClassName) -}}
+{{- end -}}
+{{- $wanted := "" -}}
+{{- if not $.Values.manager.coordinator.url -}}
+{{- $wanted = printf "%sMi %s" (include "simm.mib" $.Values.manager.state.size) $.Values.manager.state.storageClass -}}
+{{- end -}}
+{{- if ne $there $wanted -}}
+{{- fail (printf "manager.coordinator.url or manager.state: Kubernetes changes no volumes of a StatefulSet that is there, so first: kubectl -n %s delete --ignore-not-found statefulset/%s pvc/state-%s-0; the data path goes on meanwhile, and the next manager gets its state from the data servers; see docs/operations.md#the-managers-volume" $.Release.Namespace $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "simm.check" -}}
 {{- include "simm.checkMemory" . -}}
+{{- include "simm.checkVolume" . -}}
 {{- with .Values -}}
 {{- if and (gt (int .manager.replicas) 1) (not .manager.coordinator.url) -}}
 {{- fail "several managers need manager.coordinator.url: without an etcd each would have a cluster of its own" -}}
@@ -106,6 +126,24 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and (or .caKey .certKey .loginKey) (not .existingSecret) -}}
 {{- fail "manager.coordinator: its keys are those of existingSecret" -}}
 {{- end -}}
+{{- if and (hasPrefix "etcd://" .url) (or .caKey .certKey .loginKey) -}}
+{{- fail "manager.coordinator: caKey, certKey and loginKey need a url that begins with etcds://, as nothing is encrypted by etcd://" -}}
+{{- end -}}
+{{- end -}}
+{{- with .manager.settings -}}
+{{- if le (default 5 .dead_after | int) (default 3 .suspect_after | int) -}}
+{{- fail "manager.settings: dead_after (5 unless given) has to be more than suspect_after (3 unless given)" -}}
+{{- end -}}
+{{- end -}}
+{{- with .dataserver.settings -}}
+{{- if and .slots .value_size -}}
+{{- fail "dataserver.settings: slots and value_size both say how large the table is; give one of them" -}}
+{{- end -}}
+{{- end -}}
+{{- /* "all" counts as one node here: the chart cannot tell how many there are. */ -}}
+{{- $workers := mul (len (splitList "," (toString .dataserver.numa))) .dataserver.workers -}}
+{{- if gt (int $workers) (.dataserver.rdma.enabled | ternary 32 64) -}}
+{{- fail (printf "dataserver.numa and dataserver.workers make %d workers; a data server has 64 at most, and 32 with RDMA, as each then has two of the 64 ports" (int $workers)) -}}
 {{- end -}}
 {{- if eq (int .manager.port) (int .manager.httpPort) -}}
 {{- fail "manager.port and manager.httpPort are one" -}}
