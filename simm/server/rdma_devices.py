@@ -95,6 +95,8 @@ class Devices:
         self.windows: WindowPool | None = None
         #: How often the devices have failed: with ``--rdma on`` the server ends if they do before RDMA was ready.
         self.opens_failed = 0
+        #: Why they have failed, until there is RDMA: registering takes minutes, and may fail again.
+        self._failure = ""
         #: Why a queue pair could not be made: the devices may have gone.
         self.suspect = ""
         self._open_at = 0.0
@@ -132,7 +134,8 @@ class Devices:
     def _not_ready(self, reason: str) -> None:
         if reason != self.down_reason:
             self.down_reason = reason
-            log.log(logging.INFO if reason == "registering" else logging.WARNING, "no RDMA: %s", reason)
+            level = logging.INFO if reason.startswith("registering") else logging.WARNING
+            log.log(level, "no RDMA: %s", reason)
 
     def _open(self) -> None:
         arena = self._keeper.arena()
@@ -156,7 +159,7 @@ class Devices:
         except FabricError as exc:
             self._lost(str(exc), failed=not isinstance(exc, ArenaGone))
             return
-        self._not_ready("registering")
+        self._not_ready(f"registering again after: {self._failure}" if self._failure else "registering")
         self._register(self.registration)
 
     def _register(self, registration: ArenaRegions) -> None:
@@ -171,7 +174,7 @@ class Devices:
         if more:
             self._loop.call_later(0.0, lambda: self._register(registration))
             return
-        self.down_reason = None
+        self.down_reason, self._failure = None, ""
         log.info(
             "RDMA: %d MiB in %d regions on %s; %s", registration.done_bytes >> 20, len(registration.regions),
             ", ".join(rail.name for rail in registration.rails),
@@ -181,6 +184,7 @@ class Devices:
     def _lost(self, reason: str, *, failed: bool = True) -> None:
         """Close the devices and everything made on them, and try again later. ``failed``: the devices are to blame."""
         self.opens_failed += failed
+        self._failure = reason if failed else ""
         self._not_ready(reason)
         self._open_at = self._loop.clock() + REOPEN_S
         self._on_lost(reason)

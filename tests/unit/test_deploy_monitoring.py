@@ -46,6 +46,18 @@ def test_an_expression_names_metrics_and_labels_that_there_are(name: str, expres
             assert re.search(rf"(rate|increase)\({metric}\b", expression), f"{metric} is a counter"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_issue_servers_under_systemd_are_where_prometheus_looks(page: str) -> None:
+    """The manager had Prometheus' own port, and the data server none: two alerts fired for ever."""
+    section = re.split(r"^### (?:As services|Under systemd)$", (ROOT / page).read_text(), flags=re.MULTILINE)[1]
+    said = re.findall(r"SIMM_HTTP=(\S+) >>? /etc/simm/(manager|dataserver)", section.partition("\n##")[0])
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    looked_at = {each["job_name"]: each["static_configs"][0]["targets"] for each in config["scrape_configs"]}
+    assert sorted(name for _, name in said) == ["dataserver", "manager"]
+    for at, name in said:
+        assert at in looked_at[f"simm-{name}"]
+
+
 def test_mutation_what_is_found_in_an_expression() -> None:
     text = 'sum by (server, worker) (rate(simm_a_total{cause=~"b|c", x!="y"}[5m])) > on (z) bool 1e3 and up == 0'
     assert metrics_in(text) == {"simm_a_total", "up"}
@@ -62,6 +74,14 @@ def test_each_alert_is_explained_to_operators() -> None:
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `Simm")]
     assert {row[0].strip(" `") for row in rows} == set(alerts())
     assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+
+
+@pytest.mark.parametrize("name", ["SimmNoManager", "SimmNoLeader", "SimmNotJoined"])
+def test_alerts_on_managers_say_what_is_lost_meanwhile(name: str) -> None:
+    """Values of namespaces with epochs are misses on servers that reach no manager for longer than their lease."""
+    (row,) = [line for line in OPERATIONS.splitlines() if line.startswith(f"| `{name}` |")]
+    for text in (row, alerts()[name]["annotations"]["description"]):
+        assert "epoch" in text and "--epoch-lease-ms" in text and "misses" in text
 
 
 def test_alerts_say_what_they_are() -> None:
@@ -135,7 +155,8 @@ WELL = {
     'simm_process_max_fds{instance="d",server="a",worker="0",process="stream"}': "1000x600",
     'simm_tls_certificate_expiry_timestamp_seconds{instance="d"}': "9000000x600",
     'simm_rdma_ready{server="a",worker="0",reason="this host has no RDMA device"}': "0x600",
-    'simm_rdma_ready{server="b",worker="0",reason=""}': "1x600",
+    'simm_rdma_ready{server="b",worker="0",reason=""}': "_x100 1x500",
+    'simm_rdma_ready{server="b",worker="0",reason="registering"}': "0x99 stale",
     'simm_rdma_connections_broken_total{server="b",worker="0"}': "0x100 1x500",
 }  # fmt: skip
 _RESTARTS = 'simm_process_restarts_total{server="a",worker="0",process="worker"}'
@@ -193,7 +214,12 @@ FAULTS: dict[str, list[dict[str, str | None]]] = {
         {'simm_index_stale{instance="i",endpoint="vllm-0",tenant="default",rank="0"}': "0x99 1x500"},
     ],
     "SimmRdmaDown": [{'simm_rdma_ready{server="b",worker="0",reason=""}': "1x99 _x500",
-                      'simm_rdma_ready{server="b",worker="0",reason="ports are down"}': "_x99 0x500"}],
+                      'simm_rdma_ready{server="b",worker="0",reason="ports are down"}': "_x99 0x500"},
+                     # It registers for minutes, fails, and begins again: another series each time.
+                     {'simm_rdma_ready{server="b",worker="0",reason=""}': "1x98 stale",
+                      'simm_rdma_ready{server="b",worker="0",reason="too much"}': "_x99 " + "0 stale _ _ _ " * 100,
+                      'simm_rdma_ready{server="b",worker="0",reason="registering again after: too much"}':
+                      "_x99 " + "stale 0 0 0 0 " * 100}],
     "SimmRdmaLinksBreak": [{'simm_rdma_connections_broken_total{server="b",worker="0"}': "0x99 0+1x500"}],
     "SimmUnauthorized": [
         {'simm_manager_unauthorized_total{instance="m"}': "0x99 0+60x500"},

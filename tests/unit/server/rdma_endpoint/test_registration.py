@@ -186,6 +186,31 @@ def test_there_is_no_device_and_then_there_is(
         assert not any(rail.regions for rail in fabric.fakes)
 
 
+def test_issue_a_registration_that_fails_again_and_again_says_why(
+    worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes minutes, in which the endpoint said no more than that it is registering. Nothing alerted to it."""
+    monkeypatch.setattr(devices_module, "REOPEN_S", 0.01)
+    seen: list[str | None] = []
+
+    def refuse(what: str, rail: FakeRail) -> str:
+        if what == "register":
+            seen.append(server.endpoint.devices.down_reason)
+            return "too much" if len(rail.regions) == 3 else ""
+        return ""
+
+    with EndpointThread(worker.path, network, piece_bytes=1 << 20) as server:
+        server.ready()
+        network.refuse = refuse
+        server.do(lambda: server.endpoint.devices._lost("gone", failed=False))
+        server.until(lambda stats: stats["opens_failed"] >= 3, "it has failed")
+        network.refuse = lambda what, rail: ""
+        assert server.ready().endpoint.devices.down_reason is None
+        said = list(dict.fromkeys(seen))
+        assert said[0] == "registering" and len(said) == 2, said
+        assert said[1] is not None and said[1].startswith("registering again after: ") and "too much" in said[1]
+
+
 def test_the_device_goes(worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices_module, "REOPEN_S", 0.05)
     with EndpointThread(worker.path, network) as server:
