@@ -28,7 +28,7 @@ log = logging.getLogger("simm.index.publishers")
 
 #: Messages taken from one publisher before the next one has its turn.
 TURN: Final = 64
-#: Seconds without an answer after which a replay has failed, and of a whole replay.
+#: Seconds without an answer after which a replay has failed, and without one that brings it forward.
 REPLAY_IDLE_S: Final = 2.0
 REPLAY_S: Final = 60.0
 #: Between two questions for a replay of which the first has failed, and twice as long each time. A store's publisher,
@@ -87,7 +87,8 @@ class _Link:
             self.sub.subscribe(b"")
             self.sub.connect(registration.endpoint)
             undo.pop_all()
-        self._began = self._heard = self._ended = 0.0
+        #: When a replay's last answer was read, and the last that brought it forward; when the last replay ended.
+        self._heard = self._moved = self._ended = 0.0
         for each in (self.sub, self.monitor):
             poller.register(each, zmq.POLLIN)
 
@@ -172,7 +173,10 @@ class _Link:
             return True
         number = int.from_bytes(frames[-2], "big")
         if number != _END:
+            before = self.stream.next
             self.stream.replayed(number, frames[-1])
+            if self.stream.next != before:
+                self._moved = self._heard
             return True
         self.end_replay()
         self.stream.replay_ended()
@@ -199,7 +203,7 @@ class _Link:
                 log.warning("cannot ask %r for a replay: %s", self._replay_at, exc)
             return
         self.dealer = dealer
-        self._began = self._heard = time.monotonic()
+        self._heard = self._moved = time.monotonic()
 
     def end_replay(self) -> None:
         """Close the socket of a replay, if there is one."""
@@ -210,11 +214,16 @@ class _Link:
 
     def tick(self, now: float) -> None:
         """Give a replay up that takes too long, or ask for it again."""
-        if self.dealer is not None and (now - self._heard > REPLAY_IDLE_S or now - self._began > REPLAY_S):
+        if self.dealer is None:
+            if now - self._ended > self._pause():
+                self.begin_replay(self.stream.retry())
+        elif now - self._moved > REPLAY_S or (now - self._heard > REPLAY_IDLE_S and not self._answer_waits()):
             self.end_replay()
             self.stream.replay_failed()
-        elif self.dealer is None and now - self._ended > self._pause():
-            self.begin_replay(self.stream.retry())
+
+    def _answer_waits(self) -> bool:
+        """Return True if an answer has come that was not read yet, as the turns of the others took so long."""
+        return bool(self.dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN)
 
     def _pause(self) -> float:
         """Return for how long nothing is asked after a replay."""

@@ -9,7 +9,8 @@ A replay that gets no answer, or only a part of one, is asked for again (:meth:`
 
 - For a hole, ``HOLE_ASKS`` times in all, from the first message that is missing. Nothing counts meanwhile, and nothing
   is forgotten. After that all is forgotten, and what comes counts. A publisher that has not answered the last question
-  is asked once.
+  is asked once. Of an engine only failures without a new message count: one that answers part by part is asked for
+  each. A store's answer may have begun anew each time (``publish/outlet.py``).
 - Then for everything, up to ``ASKS_MAX`` questions without an answer. Such a question is *aside*: what comes meanwhile
   counts, and is kept too. When the answer begins, all is forgotten for it, and what was kept follows it.
 - Once a publisher has said all that it keeps, it is not asked again, as it keeps the last messages only: one that it
@@ -65,8 +66,10 @@ class Stream:
         self.replaying = False
         #: A replay was asked for, whose answer has not begun, and what comes counts meanwhile.
         self.aside = False
-        #: Replays that failed since the last whole answer.
+        #: Replays that failed since the last whole answer, or the last part of an engine's.
         self.failures = 0
+        #: :attr:`next` when the replay was asked for.
+        self._asked: int | None = None
         #: Something was not applied: what comes next asks for no replay, but :meth:`retry` does.
         self.held = False
         #: The next failure has others after it before what was known is forgotten.
@@ -156,7 +159,7 @@ class Stream:
                 self._answered()  # it has nothing that is not known
                 return
             self._forget()
-            self.next = None
+            self.next = self._asked = None
             self._patient = True
             self.replaying = self.source.stale = True
         if self.replaying:
@@ -172,6 +175,8 @@ class Stream:
         """Note that no answer came, or only a part of one."""
         if not self.asking:
             return
+        if self.replaying and self.next != self._asked and self.source.registration.type != "simm":
+            self._asked, self.failures, self._patient = self.next, 0, True
         self._failed()
         if self.aside or self.next is None or not self._patient or self.failures >= HOLE_ASKS:
             self._give_up()
@@ -180,7 +185,7 @@ class Stream:
 
     def _replay(self, start: int) -> int:
         self._drop_kept()
-        self.aside, self._patient = False, not self.failures
+        self.aside, self._patient, self._asked = False, not self.failures, self.next
         self.replaying = self.source.stale = True
         return start
 

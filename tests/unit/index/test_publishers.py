@@ -7,6 +7,7 @@ import errno
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from simm.index.publishers import Publishers, check_endpoint  # noqa: E402
 from simm.index.scores import score  # noqa: E402
 from simm.index.service import Service  # noqa: E402
 from simm.index.sources import Registration, Space  # noqa: E402
+from simm.index.streams import Stream  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 SPACE = Space("m", "", "default", "", 1)
@@ -186,6 +188,79 @@ def test_a_replay_without_an_answer_is_given_up(tmp_path: Path, monkeypatch: pyt
 
         wait_until(told, "messages without a replay", pause_s=0.1)
     engine.close()
+
+
+class _Reader:
+    """One publisher's sockets, read by the test, whose clock goes on by 30 s before each tick."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(publishers_module, "REPLAY_IDLE_S", 2.0)
+        monkeypatch.setattr(publishers_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.engine = engine
+        self.index = Blocks()
+        told = Registration("A", "m", block_size=1, endpoint=engine.endpoint, replay=engine.replay)
+        self.stream = Stream(self.index, self.index.register(told), replays=True)
+        self.link = publishers_module._Link(engine.context, self.stream, zmq.Poller())
+        self.ask(self.stream.connected())
+
+    def ask(self, start: int | None) -> None:
+        self.link.begin_replay(start)
+        assert self.engine.router.poll(30_000), "the question"
+
+    def read(self, *, more: bool) -> None:
+        """Read a turn's share. Return when ``more`` is there to be read."""
+        assert self.link.dealer.poll(30_000), "an answer"
+        self.link.read(self.link.dealer)
+        assert not more or self.link.dealer.poll(30_000), "another one"
+
+    def tick(self) -> None:
+        self.now += 30.0
+        self.link.tick(self.now)
+
+
+def test_an_answer_that_waits_to_be_read_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turns of other publishers took as long as a replay may be silent. So it failed, and at last was forgotten."""
+    engine = Engine(tmp_path)
+    for token in range(4 * publishers_module.TURN):
+        engine.tell(stored(token), sent=False)
+    with contextlib.ExitStack() as undo:
+        undo.callback(engine.close)
+        reader = _Reader(engine, monkeypatch)
+        undo.callback(reader.link.close)
+        engine.answer()
+        for _ in range(4):
+            reader.read(more=True)
+            reader.tick()
+            assert not reader.stream.counts["failed replays"]
+        reader.read(more=False)
+        assert reader.stream.complete and reader.stream.source.blocks == 4 * publishers_module.TURN
+
+
+def test_a_replay_that_is_silent_or_goes_nowhere_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    with contextlib.ExitStack() as undo:
+        undo.callback(engine.close)
+        reader = _Reader(engine, monkeypatch)
+        undo.callback(reader.link.close)
+        reader.tick()
+        assert reader.link.dealer is None and reader.stream.failures == 1, "silent from the beginning"
+        engine.router.recv_multipart()
+        reader.ask(reader.stream.retry())
+        peer, empty, _ = engine.router.recv_multipart()
+        raw = msgspec.msgpack.encode([0.0, [], 0])
+        engine.router.send_multipart([peer, empty, bytes(8), raw])
+        reader.read(more=False)
+        reader.tick()
+        assert reader.link.dealer is None and reader.stream.source.stale, "silent behind a part"
+        reader.ask(reader.stream.retry())
+        peer, empty, _ = engine.router.recv_multipart()
+        for _ in range(4 * publishers_module.TURN):
+            engine.router.send_multipart([peer, empty, bytes(8), raw])  # the same again and again
+        for _ in range(3):
+            reader.read(more=True)
+            reader.tick()
+        assert reader.link.dealer is None and reader.stream.counts["failed replays"] == 3
 
 
 def test_a_replay_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,36 @@ def test_a_hole_is_asked_for_again_and_what_was_known_counts_then() -> None:
     assert not stream.source.lost and stream.failures == 0 and stream.retry() is None
 
 
+def test_an_answer_in_parts_is_asked_for_until_it_ends() -> None:
+    """After the fourth part all that had rightly come was forgotten."""
+    index, stream = _stream()
+    stream.connected()
+    stream.replay_failed()
+    _take(stream, (0, packed(stored(0))), (9, packed(stored(1))))
+    for number in range(1, 9):
+        stream.replayed(number, packed(stored(2 + number % 2)))
+        stream.replay_failed()
+        assert stream.source.stale and stream.retry() == number + 1 and stream.failures == 1
+    for _ in range(streams_module.HOLE_ASKS - 2):
+        stream.replay_failed()
+        assert stream.source.stale and stream.retry() == 9, "silent, but not for long"
+    stream.replayed(9, packed(stored(1)))
+    stream.replay_ended()
+    assert _claims(index) == [3, 3, 3, 3, 0, 0] and stream.complete and not stream.source.lost
+
+
+def test_parts_of_a_stores_answer_are_no_progress() -> None:
+    """Each may be the beginning of another snapshot: then nothing of the store would count for long."""
+    index = Blocks()
+    stream = Stream(index, index.register(Registration("A", "m", "simm", block_size=1)), replays=True)
+    stream.connected()
+    for number in range(streams_module.HOLE_ASKS):
+        assert stream.replaying
+        stream.replayed(number, packed(CLEARED))
+        stream.replay_failed()
+    assert not stream.replaying and stream.source.lost and stream.retry() == 0
+
+
 def test_after_a_hole_that_stayed_all_is_asked_for_aside() -> None:
     index, stream = _stream()
     stream.connected()
