@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ..constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SET_BYTES, SHARD_COUNT, SLOT_BYTES, WAYS
+from ..constants import (
+    DIGEST_BYTES,
+    KEY_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    OTHERS_NAMESPACE,
+    SET_BYTES,
+    SHARD_COUNT,
+    SLOT_BYTES,
+    WAYS,
+)
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -176,7 +185,7 @@ def bad_key(key: object) -> UsageError:
 
 
 def check_namespace(namespace: str) -> bytes:
-    """Return the name's UTF-8. Raise UsageError if it is empty or too long."""
+    """Return the name's UTF-8. Raise UsageError if it is empty, too long, or reserved."""
     if not isinstance(namespace, str):
         raise UsageError(f"a namespace is a str, not {type(namespace).__name__}")
     try:
@@ -185,6 +194,8 @@ def check_namespace(namespace: str) -> bytes:
         raise UsageError("a namespace must be encodable as UTF-8; this one has a lone surrogate") from None
     if not 0 < len(raw) <= NAMESPACE_BYTES_MAX:
         raise UsageError(f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8, this one {len(raw)}")
+    if namespace == OTHERS_NAMESPACE:
+        raise UsageError(f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several")
     return raw
 
 

@@ -21,6 +21,20 @@ later one was committed by a session or under a number that was marked. Entries 
 
 Peers that keep numbers without a session (a stream, for its clients) compare the word with the number before they use
 it (:func:`names_line`). If the line changes after that, the worker refuses the commit.
+
+**Names without a place.** All lines may be in use, or used up. Clients of one more name then come by TCP or RDMA, and
+their values count as those of OTHERS_NAMESPACE. No client may have that name, and no token may be bound to it. So they
+are no tenant's, and no quota pays for them. To refuse them would be simpler. But 255 names, each with one old value in
+an arena that is not full, would then keep every new name out for as long as nothing is evicted.
+
+Who is bound to a name without a place stores nothing, and so does everybody where that name has a quota. Nor is
+anything stored there once a namespace has an epoch: an advance reaches values by their namespace's number. The line of
+OTHERS_NAMESPACE then has the epoch NEVER, with which no digest ends. So it has advanced like any other: its values are
+dropped before the worker acknowledges the epoch, and what streams and movers still commit there is refused.
+
+A worker makes that line before all others. In an arena of an earlier build such values went to the default namespace,
+so they may be there if lines were ever few. That arena has no line for others, and each first advance drops the
+default namespace's values, too.
 """
 
 from __future__ import annotations
@@ -32,7 +46,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..constants import DEFAULT_NAMESPACE
+from ..constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
 from ..errors import CapacityError
 from .events.ring import NAMESPACE, EventRing
 from .hashing import TAG_AT, tag_of
@@ -52,6 +66,8 @@ GENERATIONS: Final = 255
 FREE_LINES_MIN: Final = 64
 _NAME_BYTES: Final = 8 * LEASE_WORD - 8
 _LINE_WORDS: Final = NAMESPACE_LINE_BYTES // 8
+#: The epoch of OTHERS_NAMESPACE where namespaces have epochs. No map comes as far.
+NEVER: Final = (1 << 64) - 1
 #: Entries that one turn of the room that a put needs drops, at most.
 STALE_ENTRIES: Final = 64
 
@@ -110,7 +126,7 @@ class NamespaceTable:
         self.clock: Callable[[], int] = lambda: 0
         #: Numbers whose older entries a predecessor may have left undropped.
         self._unswept: set[int] = set()
-        #: There may have been no line for some name: values of its clients by TCP are the default namespace's then.
+        #: An earlier build may have stored values of names without a line as those of the default namespace.
         self._crowded = False
         #: Where others are told which namespaces advance (``arena/events/ring.py``); None: nobody is.
         self.events: EventRing | None = None
@@ -125,15 +141,15 @@ class NamespaceTable:
         return number
 
     def _add(self, name: str) -> int:
-        if not self._free:
-            self._crowded = True
+        if not self._free or (name == OTHERS_NAMESPACE and self._crowded):
             raise CapacityError(f"an arena has at most {NAMESPACES} namespaces at a time")
         number = self._free.popleft()
         line = line_of(number)
         raw = name.encode()
         at = line * NAMESPACE_LINE_BYTES
         self._lines[at + 8 : at + 8 + len(raw)] = raw
-        self._store_epoch(number, self._epochs.get(name, 0))
+        never = name == OTHERS_NAMESPACE and bool(self.tags or self._epochs)
+        self._store_epoch(number, NEVER if never else self._epochs.get(name, 0))
         self._words[at // 8] = number >> _LINE_BITS << 32 | len(raw)
         self._show(line)
         self.names[number] = name
@@ -168,11 +184,11 @@ class NamespaceTable:
     def keep(self, names: Sequence[str]) -> list[str]:
         """Give these namespaces their numbers before others take all there are, and keep no others. Return notes.
 
-        They have them until the next call, also while nobody uses them.
+        They have them until the next call, also while nobody uses them. So has OTHERS_NAMESPACE, before them.
         """
         notes = []
         self._kept.clear()
-        for name in names:
+        for name in names if self._crowded else (OTHERS_NAMESPACE, *names):
             try:
                 self._kept.add(self.number(name))
             except CapacityError as exc:
@@ -238,7 +254,7 @@ class NamespaceTable:
         """Store newer epochs of namespaces, by name, and return the numbers of those that had none. O(names).
 
         Their entries without an epoch can be read until they are dropped (:class:`StaleEntries`). Each gets a line, as
-        only lines say that there are epochs. Values of a namespace for which there was none may be the default's.
+        only lines say that there are epochs. With the first epoch, OTHERS_NAMESPACE gets one as well.
         """
         first, self._unswept = self._unswept, set()
         for name, epoch in epochs.items():
@@ -256,6 +272,10 @@ class NamespaceTable:
                     self.number(name)
             if not known and self._crowded and DEFAULT_NAMESPACE in self._numbers:
                 first.add(self._numbers[DEFAULT_NAMESPACE])
+        others = self._numbers.get(OTHERS_NAMESPACE)
+        if epochs and others is not None and others not in self.tags:
+            self._store_epoch(others, NEVER)
+            first.add(others)
         return first
 
     def wrapping(self, epochs: Mapping[str, int]) -> list[int]:
@@ -264,8 +284,11 @@ class NamespaceTable:
         return [self._numbers[name] for name, epoch in epochs.items() if epoch >> 32 > known.get(name, epoch) >> 32]
 
     def epochs(self) -> dict[str, int]:
-        """Return the epochs in the lines, by name."""
-        return {self.names[each]: self._words[line_of(each) * _LINE_WORDS + EPOCH_WORD] for each in self.tags}
+        """Return the epochs in the lines, by name, without that of OTHERS_NAMESPACE."""
+        return {
+            self.names[each]: self._words[line_of(each) * _LINE_WORDS + EPOCH_WORD]
+            for each in self.tags if self.names[each] != OTHERS_NAMESPACE
+        }  # fmt: skip
 
     def forget_epochs(self) -> None:
         """Forget all epochs and the lease, as they are another cluster's. No entry is left that has an epoch.
@@ -343,7 +366,8 @@ class NamespaceTable:
         self._free = deque(sorted(free))
         self._unswept = set(self.tags)
         # Places are freed only where there were few.
-        self._crowded = len(free) < FREE_LINES_MIN or any(number >> _LINE_BITS for number in (*free, *self.names))
+        few = len(free) < FREE_LINES_MIN or any(number >> _LINE_BITS for number in (*free, *self.names))
+        self._crowded = few and OTHERS_NAMESPACE not in self._numbers
         self.mend()  # the predecessor may have died before it had shown an epoch
         return notes
 

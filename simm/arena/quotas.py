@@ -71,6 +71,10 @@ class Quotas:
         """Return how many bytes must go before such a value is admitted; 0 or less if none. O(1)."""
         return 0 if self.admits(namespace, chunk) else self._used[namespace] + chunk - self._most[namespace]
 
+    def limits(self, name: str) -> bool:
+        """Return True if a namespace has a quota, also one that has no number here."""
+        return name in self._limits
+
     def _meet(self, namespace: int) -> float:
         most = self._most[namespace] = self._limits.get(self._names.get(namespace, ""), math.inf)
         if most != math.inf:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import GHOST_STEP, NAMESPACE_BYTES_MAX
+from ..constants import GHOST_STEP, NAMESPACE_BYTES_MAX, OTHERS_NAMESPACE
 from ..net.admission import LogLimit
 from ..wire.report_messages import CLIENTS_MAX
 from ..wire.status import Status
@@ -54,8 +54,8 @@ LOOK_SESSIONS: Final = 32
 NAMESPACES_MAX: Final = 512
 #: Misses that a sample gives to evicted keys before they come, at most.
 RESTS_MAX: Final = 100.0
-#: No namespace has this name.
-OTHERS: Final = "(others)"
+#: No client has this namespace.
+OTHERS: Final = OTHERS_NAMESPACE
 #: Bytes and ns, not operations.
 _AMOUNTS: Final = (Word.HIT_BYTES, Word.PUT_BYTES, *range(COUNTERS, USED, STRIDE))
 _LIMITS: Final = np.full(USED, float(COUNTS_A_SECOND))

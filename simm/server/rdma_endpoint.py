@@ -364,14 +364,11 @@ class Endpoint(Service):
         except HungUp as exc:
             peer.close(str(exc))
             return
-        refused = 0
+        options = refused = 0
         try:
-            lease.options = self.keeper.options_of(lease.namespace, bound=False)
-        except Refused as exc:
-            if exc.status in (Status.NO_SPACE, Status.BAD_REQUEST):  # no other namespace may have the values
-                refused = exc.status
-            # Otherwise there is no worker, which the commit finds.
-        options = lease.options
+            options = self.keeper.options_of(lease.namespace, bound=False)
+        except Refused as exc:  # whatever it is, no other namespace may have the values
+            refused = exc.status
         statuses = [Status.STALE_GRANT] * len(msg.entries)
         #: By id, so that an id that is named twice is spent by the first.
         spent: dict[int, LeasedGrant] = {}

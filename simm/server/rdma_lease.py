@@ -242,9 +242,8 @@ class RdmaLease:
         self.gate = gate
         #: The role in HELLO; None before it.
         self.role: int | None = None
-        #: What HELLO has named, and COMMIT's options for its values.
+        #: What HELLO has named.
         self.namespace = ""
-        self.options = 0
         #: Set by RDMA_OPEN. ``windows`` is None if chunks are written without windows.
         self.opened = False
         self.windows: WindowPool | None = None

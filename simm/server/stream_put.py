@@ -33,6 +33,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..arena.marks.near import COMMIT_NEAR
+from ..arena.reader import ArenaReader
 from ..constants import VALUE_BYTES_MAX
 from ..errors import DeadlineError, NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..ipc.answer_wait import collect
@@ -69,8 +70,8 @@ class Receiving:
 
     __slots__ = (
         "_options_of", "at", "cluster", "copying", "ending", "entries", "found", "grant", "in_flight", "keeper",
-        "on_answered", "on_end", "options", "parked", "peer", "ready", "refused", "request_id", "session", "statuses",
-        "target",
+        "numbered", "on_answered", "on_end", "options", "parked", "peer", "ready", "refused", "request_id", "session",
+        "statuses", "target",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,8 @@ class Receiving:
         self.found = 0
         #: COMMIT's for each value, as ``options_of`` says when the worker is there; or the status that all values get.
         self.options: int | None = None
+        #: The arena of that answer: another one has other numbers for namespaces.
+        self.numbered: ArenaReader | None = None
         self.refused = 0
         self._options_of = options_of
         self.peer = peer
@@ -221,6 +224,7 @@ class Receiving:
             try:
                 with at_most(PATIENCE_S):  # the first value of a namespace costs an exchange
                     self.options = self._options_of()
+                    self.numbered = self.keeper.reader
             except Refused as exc:
                 if isinstance(exc.__cause__, DeadlineError) and self.keeper.session is not None:
                     self._park()  # also if the answer has come by now
@@ -232,6 +236,10 @@ class Receiving:
             self._refuse()
             return
         if session is None:
+            return
+        if self.numbered is not session.reader:
+            self.options = None
+            self._open_target()
             return
         if self.session is not session:
             self._commit()

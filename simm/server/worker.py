@@ -36,7 +36,7 @@ from ..arena.store import Store
 from ..arena.vault import Mender
 from ..config.logs import on_reload
 from ..config.tokens import Token, namespaces_of, quotas_of
-from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from ..constants import BATCH_KEYS_MAX, OTHERS_NAMESPACE, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError, line_about
 from ..host.processes import boottime_ns, process_start
 from ..host.threads import CLOSER, WAITING_MAX, beating
@@ -370,7 +370,8 @@ class Worker(Service):
         self.sweeper.maintain()
         serves = state.uid in (os.geteuid(), 0) and msg.role not in (M.Role.CLIENT, M.Role.SUPERVISOR)
         try:
-            check_namespace(msg.namespace)
+            if not (serves and msg.namespace == OTHERS_NAMESPACE):  # a mover brings such values
+                check_namespace(msg.namespace)
             if not state.pid or not self._hold_pid(state.pid):
                 return refuse(
                     Status.UNAVAILABLE, "your process is not visible here (another pid namespace): use the TCP path"
@@ -516,10 +517,13 @@ class Worker(Service):
         """Return the id of a namespace for which a stream or an endpoint will commit."""
         self.sweeper.maintain()
         try:
-            check_namespace(msg.name)
+            if msg.name != OTHERS_NAMESPACE:
+                check_namespace(msg.name)
             return reply(M.Done(self.store.ledger.namespaces.number(msg.name)), request_id)
         except (CapacityError, UsageError) as exc:
             status = Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST
+            if self.store.quotas is not None and self.store.quotas.limits(msg.name):
+                status = Status.OVER_QUOTA  # without a number its values are not counted
             return reply(M.Error(str(exc)), request_id, status)
 
     def _delete_sized(self, _session: Session, msg: M.DeleteSized) -> tuple[Any, int]:

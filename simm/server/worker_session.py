@@ -33,7 +33,7 @@ from typing import Any, Final, Protocol
 
 from ..arena.namespaces import names_in
 from ..arena.reader import ArenaReader
-from ..constants import DEFAULT_NAMESPACE
+from ..constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
 from ..errors import DeadlineError, NotSentError, SegmentError, TransportError
 from ..ipc.answer_wait import HungUp, look_for_late, until_answered, until_room, withdraw
 from ..ipc.arena_lister import Lister
@@ -405,7 +405,7 @@ class WorkerSessionKeeper:
             session.give_up("a mutation was given up")  # worker() closes it: a wait may have its lock
 
     def namespace(self, name: str) -> int:
-        """Return the id of a namespace in the arena. Raises Refused; with NO_SPACE if there is no room for its name.
+        """Return the id of a namespace in the arena. Raises Refused: NO_SPACE or OVER_QUOTA without room for it.
 
         One exchange for each name, and another one after the worker has freed its place: ids outlive workers, and none
         becomes another namespace's.
@@ -429,19 +429,19 @@ class WorkerSessionKeeper:
     def options_of(self, name: str, *, bound: bool) -> int:
         """Return COMMIT's options for the values of a client that has named this namespace. Raises Refused.
 
-        ``bound``: the client may use no other. The values of one that may go with those of the session where there is
-        no room for another name, or the name is none.
+        ``bound``: the client may use no other. The values of one that may go with OTHERS_NAMESPACE where there is no
+        room for another name, or the name is none.
         """
         if name == DEFAULT_NAMESPACE and not bound:
             return 0  # the session's own
         try:
             return (self.namespace(name) + 1) << M.NAMESPACE_SHIFT | (M.BOUND if bound else 0)
         except Refused as exc:
-            # Not where namespaces have epochs: with another one's epochs the values would outlive their own.
+            # Nothing goes there where namespaces have epochs (arena/namespaces.py).
             plain = self.reader is not None and not self.reader.has_epochs
-            if not bound and plain and exc.status in (Status.NO_SPACE, Status.BAD_REQUEST):
-                return 0
-            raise
+            if bound or not plain or exc.status not in (Status.NO_SPACE, Status.BAD_REQUEST):
+                raise
+        return (self.namespace(OTHERS_NAMESPACE) + 1) << M.NAMESPACE_SHIFT
 
     def statuses(
         self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, peer: Peer | None = None, cluster: int = 0

@@ -61,7 +61,7 @@ _WORKER: Final = {
         "Sessions whose connection is gone and whose process still exists: stopped, or hung.",
     ),
     "connections": _worker("simm_connections", "gauge", "Connections to the worker."),
-    "namespaces": _worker("simm_namespaces", "gauge", "Namespaces with sessions or values, of at most 256."),
+    "namespaces": _worker("simm_namespaces", "gauge", "Places of namespaces that are in use, of 256."),
     "shards": _worker("simm_shards", "gauge", "Shards in which puts and deletes are accepted."),
     "frozen": _worker(
         "simm_shards_frozen", "gauge", "Shards that another server takes over, and of which it still needs the values."

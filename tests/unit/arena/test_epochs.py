@@ -19,13 +19,13 @@ from simm.arena.layout import (
     Word,
 )
 from simm.arena.marks.near import COMMIT_NEAR
-from simm.arena.namespaces import FREE_LINES_MIN, STALE_ENTRIES, line_of
+from simm.arena.namespaces import STALE_ENTRIES, line_of
 from simm.arena.reader import ArenaReader, EpochReader, guard
 from simm.arena.sessions import Session
 from simm.arena.store import Store
 from simm.arena.vault import Vault
 from simm.cluster.epochs import FOR_EVER
-from simm.constants import DEFAULT_NAMESPACE
+from simm.constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
 from simm.errors import CapacityError
 from simm.host.processes import boottime_ns
 from simm.ipc.arena_files import OwnedArena
@@ -462,19 +462,39 @@ def test_lines_with_epochs_are_never_freed_and_outlive_their_names(bench: Bench)
     assert not spaces.epochs() and not spaces.tags and not bench.reader.has_epochs
 
 
-def test_values_that_went_with_the_default_namespace_are_dropped_too(bench: Bench) -> None:
-    """Where there is no line for a name, a stream stores its values with the session's own."""
+@pytest.mark.parametrize("room", [False, True])
+def test_values_of_names_without_a_line_go_with_the_first_epoch(bench: Bench, room: bool) -> None:
+    """Their namespace has an epoch from then on, with which no digest ends. So nothing comes there later, either."""
     spaces = bench.store.ledger.namespaces
-    stream = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
-    with pytest.raises(CapacityError):
-        for number in range(NAMESPACES):
-            spaces.number(f"name {number}")
-    digest = Hasher("no room")("key")
-    assert bench.put(digest, session=stream) == Status.OK
+    spaces.keep([DEFAULT_NAMESPACE])
+    default, others = spaces.number(DEFAULT_NAMESPACE), spaces.number(OTHERS_NAMESPACE)
+    stream, mover = (bench.store.sessions.open(1, 1, name) for name in (DEFAULT_NAMESPACE, OTHERS_NAMESPACE))
+    stream.relays, mover.copies = True, 1
+    if not room:
+        with pytest.raises(CapacityError):
+            for number in range(NAMESPACES):
+                spaces.number(f"name {number}")
+    old, late, kept = (Hasher(name)("key") for name in ("no room", "late", DEFAULT_NAMESPACE))
+    assert bench.put(old, others + 1 << NAMESPACE_SHIFT, stream) == bench.put(kept, session=stream) == Status.OK
     bench.advance(5, "no room")
     bench.sweep()
-    assert not bench.found(digest)
-    assert FREE_LINES_MIN > 0
+    assert not bench.found(old) and bench.found(kept)
+    assert bench.put(late, others + 1 << NAMESPACE_SHIFT, stream) == Status.OLD_EPOCH
+    assert bench.put(late, ABSENT, mover) == Status.PRESENT
+    assert bench.reader.has_epochs, "streams store nothing there"
+    assert spaces.epochs() == ({"no room": 5} if room else {}), "the supervisor hears of nobody else's"
+    bench.store.sessions.end(mover)
+    bench.succeed()
+    assert bench.put(kept, default + 1 << NAMESPACE_SHIFT, stream_of(bench)) == Status.OK
+    assert bench.put(late, others + 1 << NAMESPACE_SHIFT, stream_of(bench)) == Status.OLD_EPOCH
+    set_shards(bench.store, 1, *owned(ALL_SHARDS, 1), cluster=7)
+    assert bench.put(late, others + 1 << NAMESPACE_SHIFT, stream_of(bench)) == Status.OK, "another cluster has none"
+
+
+def stream_of(bench: Bench) -> Session:
+    stream = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
+    stream.relays = True
+    return stream
 
 
 def test_another_cluster_has_other_epochs(bench: Bench) -> None:
@@ -502,7 +522,7 @@ def test_issue_a_lease_ends_with_its_cluster(bench: Bench) -> None:
 
 
 def test_the_default_namespace_loses_its_values_at_a_first_advance_only(bench: Bench) -> None:
-    """Once there was no line for some name. But the one that advances has had one since its first advance."""
+    """An earlier build had no line for some name. But the one that advances has had one since its first advance."""
     spaces = bench.store.ledger.namespaces
     default = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
     with pytest.raises(CapacityError):
@@ -510,8 +530,13 @@ def test_the_default_namespace_loses_its_values_at_a_first_advance_only(bench: B
             spaces.number(f"name {number}")
     spaces.begin_sweep([bench.session.namespace, default.namespace])
     assert spaces.end_sweep() > 200
+    assert bench.put(Hasher("no room")("key"), session=default) == Status.OK
+    bench.store.sessions.end(default)
+    bench.succeed()
+    default = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
     bench.advance(5, "late")
     bench.sweep()
+    assert not bench.found(Hasher("no room")("key"))
     assert bench.put(Hasher(DEFAULT_NAMESPACE)("kept"), session=default) == Status.OK
     for epoch in (6, 7):
         bench.advance(epoch, "late")

@@ -125,7 +125,7 @@ def test_the_longest_keys_are_taken(key: str) -> None:
     assert len(Hasher("default")(key)) == DIGEST_BYTES
 
 
-@pytest.mark.parametrize("name", ["", "n" * 65, "é" * 33, b"bytes", None, "\ud800"])
+@pytest.mark.parametrize("name", ["", "n" * 65, "é" * 33, b"bytes", None, "\ud800", "(others)"])
 def test_bad_namespaces_are_refused(name: object) -> None:
     with pytest.raises(UsageError):
         check_namespace(name)  # type: ignore[arg-type]

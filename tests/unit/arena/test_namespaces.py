@@ -14,6 +14,7 @@ from simm.arena.namespaces import FREE_LINES_MIN, GENERATIONS, NamespaceTable, S
 from simm.arena.reader import ArenaReader
 from simm.arena.sessions import Session
 from simm.arena.store import Store
+from simm.constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
 from simm.errors import CapacityError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import BOUND, NAMESPACE_SHIFT, Status
@@ -184,19 +185,19 @@ def test_the_control(store: Store, arena: OwnedArena, monkeypatch: pytest.Monkey
 
 
 def test_a_full_table_takes_new_names_after_a_sweep(store: Store) -> None:
-    (note,) = [*store.ledger.namespaces.keep([f"k{n}" for n in range(5)]), "none"]
-    assert note == "none"
+    assert store.ledger.namespaces.keep([f"k{n}" for n in range(5)]) == []
     live = store.sessions.open(1, 1, "live")
-    for number in range(NAMESPACES - 6):
+    for number in range(NAMESPACES - 7):
         session = store.sessions.open(1, 1, f"n{number}")
         if number < 10:
             assert put(store, session, digest_of(f"{number}")) == Status.OK
         store.sessions.close(session)
     with pytest.raises(CapacityError, match="256"):
         store.sessions.open(1, 1, "one more")
-    assert swept(store) == NAMESPACES - 6 - 10
+    assert swept(store) == NAMESPACES - 7 - 10
     names = store.ledger.namespaces.names
-    assert set(names.values()) == {"live", *(f"k{n}" for n in range(5)), *(f"n{n}" for n in range(10))}
+    kept = {OTHERS_NAMESPACE, *(f"k{n}" for n in range(5))}
+    assert set(names.values()) == {"live", *kept, *(f"n{n}" for n in range(10))}
     again = store.sessions.open(1, 1, "n100")
     assert again.namespace >= NAMESPACES, "a number of its own"
     store.delete([digest_of("3")])
@@ -353,3 +354,26 @@ def test_a_freed_line_leaves_no_epoch_behind() -> None:
     table.take_epochs({"x": 5})
     table._free_line(number)
     assert table.tags == {} and table.epochs() == {}
+
+
+@pytest.mark.parametrize("build", ["this", "earlier"])
+def test_issue_the_default_namespace_keeps_its_values_when_others_advance(build: str) -> None:
+    """A line was freed once, so there may have been too few. Values of names without one went to the default one."""
+    memory = memoryview(bytearray(NAMESPACES * NAMESPACE_LINE_BYTES))
+    table = NamespaceTable(memory)
+    if build == "this":
+        assert table.keep([]) == []
+    default, mine, freed = (table.number(name) for name in (DEFAULT_NAMESPACE, "mine", "freed"))
+    table.begin_sweep([default, mine])
+    assert table.end_sweep() == 1 and freed not in table.names
+    for _ in range(2):  # a worker's death changes nothing
+        table = NamespaceTable(memory)
+        assert table.recover() == [] and table.keep([]) == []
+        if build == "this":
+            others = table.number(OTHERS_NAMESPACE)
+        else:
+            with pytest.raises(CapacityError):
+                table.number(OTHERS_NAMESPACE)
+            others = default
+    assert table.take_epochs({"mine": 5}) == {mine, others}
+    assert table.take_epochs({"mine": 6}) == set() and table.epochs() == {"mine": 6}

@@ -7,7 +7,7 @@ import pytest
 from simm.cluster.epochs import DRIFT, FOR_EVER, LATE_S, Acknowledged, Lease, NamespaceEpochs
 from simm.cluster.machine import Cluster
 from simm.cluster.nodes import Answer, Node, NodeState
-from simm.constants import DEFAULT_NAMESPACE
+from simm.constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
 from simm.wire.epoch_messages import Epochs, NamespaceEpoch
 from simm.wire.messages import Done, HeartbeatAck, MapOffer
 from tests.support.machine import answer, join
@@ -95,6 +95,10 @@ def test_what_is_reported_while_a_lost_map_is_collected_counts_if_it_is_of_that_
         cluster.maintain(now := now + 0.25)
     assert bool(cluster.namespaces) == (of == 5)
     assert of != 5 or cluster.namespaces.newest > 90
+
+
+def test_what_stands_for_several_namespaces_has_no_epoch() -> None:
+    assert "stands for several" in NamespaceEpochs().fault(OTHERS_NAMESPACE) and not NamespaceEpochs().fault("n")
 
 
 def test_a_join_acknowledges_nothing_nor_does_a_map_of_an_earlier_life() -> None:

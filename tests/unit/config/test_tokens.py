@@ -97,6 +97,7 @@ def test_a_file_of_the_old_kind(text: str) -> None:
         (f"client a {SECRET} =5G", "NAME or NAME=QUOTA"),
         (f"client a {SECRET} {'n' * 65}", "64 bytes"),
         (f"client a {SECRET} ns ns=5", "names the namespace 'ns' twice"),
+        (f"client a {SECRET} ns (others)=5G", r"no namespace may have the name \(others\)"),
         (f"client a {SECRET} " + " ".join(map(str, range(65))), "names 65 namespaces, 64 are allowed"),
         (f"client a {SECRET}\n# b\nadmin b {SECRET}", "lines 1 and 3 .*same token"),
         (f"client a {SECRET} a # not b", "line 1 .*a comment has a line of its own"),

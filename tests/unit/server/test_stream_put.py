@@ -294,6 +294,27 @@ def test_a_store_outlives_a_session_of_the_same_cluster() -> None:
             channel.close()
 
 
+def test_issue_a_store_asks_another_arena_for_its_own_number() -> None:
+    """The rest of a STORE went to the namespace that had its number there."""
+    with WorkerThread() as worker, WorkerThread() as cold, StreamThread(worker.path) as stream:
+        for each, name in ((worker, "mine"), (cold, "theirs")):
+            with each.frozen() as found:
+                assert found.ledger.namespaces.number(name) == 0
+        channel = stream.channel(namespace="mine")
+        number = raw_stores.begin(channel, VALUES, 1)
+        wait_until(lambda: half(stream), "its first value is there")
+        stream.stream.keeper.uds = cold.path
+        first = stream.stream.keeper.session
+        worker.die()
+        wait_until(lambda: stream.stream.keeper.session not in (None, first), "a session with the new worker")
+        channel.sock.sendall(VALUES["second"] + VALUES["third"])
+        assert raw_stores.end(channel, number)[2] == Status.OK
+        with cold.frozen() as found:
+            entry = found.table.entry(found.table.lookup(digest_of("third")))
+            assert found.ledger.names[entry.namespace] == "mine"
+        channel.close()
+
+
 def test_what_comes_by_tcp_is_no_near_copy() -> None:
     """Near copies are made on the host of their reader, and take a share of the arena that others have then not."""
     with WorkerThread() as worker, StreamThread(worker.path) as stream:
