@@ -9,8 +9,8 @@ point the file holds the old state or the new one, whole. A state that cannot be
 by an empty one: the error says what is wrong and what to do.
 
 Whoever writes the state says what the cluster is. Where other users may write, as in /tmp, one may have made the
-folder or a file of it first. So what lies there must be this user's or root's. A pipe would stop the start for ever, so
-files are ordinary ones anywhere.
+folder or a file of it first, or a folder above. So what lies there must be this user's or root's. A pipe would stop the
+start for ever, so files are ordinary ones anywhere.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class StateFile:
         lock = folder / f"{name}.lock"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for about in (os.lstat(folder), os.stat(folder)):  # a link, and what it leads to
-                _require_own(folder, about)
+            for way in (folder.absolute(), folder.resolve()):  # with links, and to what they lead
+                for each in (way, *way.parents):
+                    _require_own(each, os.lstat(each))
             self._lock = _open_own(lock, os.O_RDWR | os.O_CREAT)
         except OSError as exc:
             raise ConfigError(
@@ -149,7 +150,8 @@ def _require_own(path: Path, about: os.stat_result) -> None:
     if not trusts(about.st_uid) and others_may_make(os.stat(path.parent), path.parent):
         raise PermissionError(
             errno.EPERM,
-            f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and others may write there",
+            f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and others may write in "
+            f"{path.parent}",
         )
 
 

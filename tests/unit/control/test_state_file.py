@@ -93,12 +93,49 @@ def test_issue_what_others_may_make_by_an_acl_is_not_used(tmp_path: Path) -> Non
 
 
 @needs_root
+@pytest.mark.parametrize("made", ["a folder", "a link"])
+@pytest.mark.parametrize("of", [UID, 0])
+def test_issue_what_lies_on_the_way_to_it_is_no_other_users(tmp_path: Path, made: str, of: int) -> None:
+    """Nobody else may write in the folder above, but that is his: he may have made all of it, or make it anew."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    there = shared / "there"
+    if made == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        there.symlink_to(tmp_path / "elsewhere")
+    else:
+        there.mkdir(mode=0o755)
+    os.chown(there, UID, UID, follow_symlinks=False)
+    folder = there / "state"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, of, of)
+    with pytest.raises(ConfigError, match=f"{there} belongs to uid {UID}"):
+        StateFile(folder, "manager")
+    shared.chmod(0o755)  # the control: nobody else could have made it
+    StateFile(folder, "manager").close()
+
+
+@needs_root
+def test_issue_where_a_link_leads_nobody_else_may_have_made_it(tmp_path: Path) -> None:
+    """What counts is the folder that it is in, not the one that the link is in."""
+    shared = tmp_path / "shared"
+    (shared / "state").mkdir(parents=True)
+    shared.chmod(0o1777)
+    os.chown(shared / "state", UID, UID)
+    link = tmp_path / "state"
+    link.symlink_to(shared / "state")
+    with pytest.raises(ConfigError, match=f"{shared / 'state'} belongs to uid {UID}"):
+        StateFile(link, "manager")
+
+
+@needs_root
 def test_what_an_operator_has_made_is_used_whosever_it_is(tmp_path: Path) -> None:
     """A network's file system may show every file as somebody else's. Nobody else makes one there."""
     folder = tmp_path / "state"
     with contextlib.closing(StateFile(folder, "manager")) as file:
         file.save({"epoch": 1})
-    for each in (folder, folder / "manager.json", folder / "manager.lock"):
+    for each in (tmp_path, folder, folder / "manager.json", folder / "manager.lock"):
         os.chown(each, UID, UID)
     with contextlib.closing(StateFile(folder, "manager")) as file:
         assert file.load() == {"epoch": 1}
