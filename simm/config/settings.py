@@ -267,7 +267,7 @@ class Settings:
     )
     server_uid: tuple[int, ...] = _setting(
         q.users, "users, besides its own and root, whose servers on this host are believed without a token",
-        SERVER, CLIENT, default=(), metavar="USERS",
+        MANAGER, SERVER, CLIENT, default=(), metavar="USERS",
     )
     heartbeat_ms: int = _setting(
         q.duration_in("ms", 10, 60_000), "between two heartbeats of a data server", MANAGER, default=1000, metavar="MS",
@@ -517,7 +517,7 @@ def _parse(setting: Setting, raw: Any, origin: str, command: str) -> Any:
     try:
         return setting.parse_by_command.get(command, setting.parse)(raw)
     except ConfigError as exc:
-        raise ConfigError(f"{setting.name} (from {origin}): {exc}") from None
+        raise type(exc)(f"{setting.name} (from {origin}): {exc}") from None
 
 
 def _check_env(env: Mapping[str, str]) -> None:

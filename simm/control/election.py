@@ -129,9 +129,8 @@ def connect(settings: Settings) -> Coordinator:
     elif settings.coordinator_ca is not None or settings.coordinator_cert is not None:
         raise ConfigError("--coordinator-ca and --coordinator-cert are for https: write --coordinator etcds://...")
     login = _read_login(settings.coordinator_login)
-    return Coordinator(
-        lambda: Etcd(url.endpoints, tls=tls, login=login), url.prefix, ttl_s=settings.coordinator_ttl_ms // 1000
-    )
+    return Coordinator(lambda: Etcd(url.endpoints, tls=tls, login=login, trusted=settings.server_uid), url.prefix,
+                       ttl_s=settings.coordinator_ttl_ms // 1000)  # fmt: skip
 
 
 def _read_login(path: Path | None) -> tuple[str, str] | None:

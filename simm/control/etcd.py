@@ -17,6 +17,8 @@ What can go wrong, and what we chose
   out. A grant without an answer leaves a lease that ends by its time.
 * *An answer is malformed* (a proxy's page, truncated JSON, a number that is none, 100 MiB): EtcdError with the
   server and the reason. Nothing is guessed.
+* *Another user listens at etcd's port*, on loopback, where anybody can while etcd is down. Without TLS nothing is sent
+  before the kernel has said whose process has accepted the connection.
 * *A kept connection* can be dead, or half-read, or another thread's. So each request, about one a second, has its own.
 * *keepalive is a stream.* The client sends one request and reads one line; it does not wait for the rest.
 
@@ -29,18 +31,21 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import errno
 import http.client
 import io
 import json
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..config.parsers import Address, TlsOptions
 from ..errors import ConfigError, TransportError, UsageError, printable
+from ..host.users import NOT_TRUSTED, trusts
+from ..net.peer_uid import NotHere, UnknownUser, is_loopback, tcp_uid
 from ..net.tls import Context, no_passphrase
 
 #: Largest answer that is read. A key of SiMM has at most a few hundred KiB.
@@ -123,13 +128,14 @@ class Etcd:
         tls: returns the context of a new connection, as :func:`followed_tls` makes one. None for http.
         login: (user, password) where etcd's authentication is on. Without TLS only for loopback endpoints.
         deadline_s: for each call that gives none of its own, in seconds.
+        trusted: users besides this process's own and root whose etcd is believed at a loopback address without TLS.
 
     Raises UsageError without an endpoint, and ConfigError for a login that would leave this host unencrypted.
     """
 
     def __init__(
         self, endpoints: Sequence[tuple[str, int]], *, tls: Callable[[], ssl.SSLContext] | None = None,
-        login: tuple[str, str] | None = None, deadline_s: float = 2.0,
+        login: tuple[str, str] | None = None, deadline_s: float = 2.0, trusted: Container[int] = (),
     ) -> None:  # fmt: skip
         if not endpoints:
             raise UsageError("no endpoint of etcd given")
@@ -139,6 +145,7 @@ class Etcd:
         self.deadline_s = deadline_s
         self._tls = tls
         self._login = login
+        self._trusted = trusted
         self._at = 0
         self._token = ""
 
@@ -286,7 +293,7 @@ class Etcd:
         return _parse(name, what, response.status, raw)
 
     def _connect(self, endpoint: tuple[str, int], until: float) -> socket.socket:
-        """Return a connected socket, with TLS if configured. Raises OSError."""
+        """Return a connected socket, with TLS if configured, else of a trusted user on loopback. Raises OSError."""
         failure: OSError = OSError("the name has no address")
         for family, kind, protocol, _canonical, address in socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)
@@ -297,6 +304,8 @@ class Etcd:
                 if self._tls is not None:
                     sock.settimeout(_left(until))
                     sock = self._tls().wrap_socket(sock, server_hostname=endpoint[0])
+                elif is_loopback(sock):
+                    self._require_trusted(sock, until)
                 return sock
             except OSError as exc:
                 sock.close()
@@ -307,6 +316,24 @@ class Etcd:
             raise failure
         finally:
             del failure  # else the exception and this frame hold each other
+
+    def _require_trusted(self, sock: socket.socket, until: float) -> None:
+        """Raise OSError unless the other end is a trusted user's. A connection is nobody's until it is accepted."""
+        wait_s = 0.001
+        while True:
+            try:
+                uid = tcp_uid(sock)
+                break
+            except NotHere:
+                return  # only root can have redirected it
+            except UnknownUser:
+                sock.settimeout(min(wait_s, _left(until)))
+                wait_s *= 2
+                with contextlib.suppress(TimeoutError):
+                    sock.recv(1, socket.MSG_PEEK)
+                    raise ConnectionResetError(errno.ECONNRESET, "it has closed, or speaks first") from None
+        if not trusts(uid, self._trusted):
+            raise PermissionError(errno.EPERM, f"it is of uid {uid}, {NOT_TRUSTED}")
 
 
 def refuse_plain_login(endpoints: Sequence[tuple[str, int]]) -> None:

@@ -72,7 +72,7 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 #: What the kernel keeps of an answer, in no limit of this process.
 _SEND_BYTES: Final = 256 << 10
 DEADLINE_S: Final = 10.0
-#: Pages that reveal only whether the server is alive. Probes send no token, and name it as they like.
+#: Pages that reveal only whether the server is well, and what is wrong. Probes send no token, and name it as they like.
 PROBES: Final = frozenset({"/healthz", "/readyz", "/leader"})
 #: Pages that need no token. A browser has none when it loads the page that asks for it, which is a file.
 OPEN_PAGES: Final = PROBES | {"/"}

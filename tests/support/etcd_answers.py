@@ -48,7 +48,9 @@ class Fake:
             with peer, contextlib.suppress(OSError):
                 raw = b""
                 while b"\r\n\r\n" not in raw:
-                    raw += peer.recv(65536)
+                    if not (more := peer.recv(65536)):
+                        raise ConnectionResetError  # it has asked nothing
+                    raw += more
                 head, _, body = raw.partition(b"\r\n\r\n")
                 lines = head.decode().split("\r\n")
                 size = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length"))

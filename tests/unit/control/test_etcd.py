@@ -20,12 +20,15 @@ import pytest
 
 from simm.config.parsers import parse_coordinator
 from simm.config.settings import Settings, load
+from simm.control import etcd as etcd_module
 from simm.control.election import connect
 from simm.control.etcd import Etcd, EtcdError, created, delete, followed_tls, get, modified, put
 from simm.errors import ConfigError
 from simm.net import tls
+from simm.net.peer_uid import NotHere, tcp_uid
 from tests.support.certificates import Authority, needs_openssl, openssl
 from tests.support.etcd_answers import HEADER, ONE, WAIT_S, Fake, error, of, page, says
+from tests.support.other_user import UID, needs_root
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
@@ -375,6 +378,79 @@ def test_a_login_leaves_this_host_by_tls_only(tmp_path: Path) -> None:
         url = parse_coordinator(f"etcd://{hosts}/x")
         assert Etcd(url.endpoints, login=login)._login == login
         assert connect(Settings(coordinator=url, coordinator_login=file))._etcd._login == login
+
+
+#: Takes a connection as a user, and prints what it hears until the other end says no more, or has made its request.
+SQUATTER = """if True:
+    import os, socket, sys
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    os.setgroups([])
+    os.setgid(int(sys.argv[2]))
+    os.setuid(int(sys.argv[2]))
+    peer, _ = listener.accept()
+    heard = b""
+    while b"}" not in heard and (more := peer.recv(65536)):
+        heard += more
+    print(heard)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("trusted", [(), (UID,)])
+def test_issue_another_users_listener_hears_no_login(trusted: tuple[int, ...]) -> None:
+    """Any user can listen at etcd's port while etcd is down. Whoever names him trusts him."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        command = [sys.executable, "-IS", "-c", SQUATTER, str(listener.fileno()), str(UID)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[listener.fileno()]) as squatter:
+            etcd = asking(listener.getsockname(), login=("simm", "secret"), trusted=trusted)
+            with pytest.raises(EtcdError, match=None if trusted else f"is of uid {UID}, .*SIMM_SERVER_UID") as caught:
+                etcd.get(b"k")
+            assert squatter.stdout is not None
+            heard = squatter.stdout.read()
+    assert ("secret" in heard) == bool(trusted) and "secret" not in str(caught.value)
+    assert trusted or heard == "b''\n"
+
+
+def test_issue_nothing_is_sent_before_a_process_has_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is accepted it is nobody's, and anybody's may take it."""
+    peers: list[socket.socket] = []
+    looks = iter(range(3))
+
+    def look(sock: socket.socket) -> int:
+        if next(looks) == 2:
+            peers.append(listener.accept()[0])
+            with pytest.raises(BlockingIOError):
+                peers[0].recv(1, socket.MSG_DONTWAIT)
+            peers[0].shutdown(socket.SHUT_WR)
+        return tcp_uid(sock)
+
+    monkeypatch.setattr(etcd_module, "tcp_uid", look)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with pytest.raises(EtcdError, match="closed connection without response"):
+            asking(listener.getsockname(), login=("simm", "secret")).get(b"k")
+        with peers[0]:
+            assert b"POST /v3/auth/authenticate" in peers[0].recv(65536)
+
+
+def test_an_etcd_on_loopback_is_of_a_trusted_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a login too: it says who leads, and what the state is. The settings name whom a manager trusts."""
+    with Fake(says(of({**HEADER, "kvs": [ONE]}))) as fake:
+        monkeypatch.setattr(etcd_module, "tcp_uid", lambda _sock: UID)
+        with pytest.raises(EtcdError, match=f"is of uid {UID}"):
+            asking(fake.endpoint).get(b"k")
+        assert not fake.requests
+        host, port = fake.endpoint
+        values = {"coordinator": f"etcd://{host}:{port}", "server_uid": str(UID)}
+        assert connect(load("manager", values, {}))._etcd.get(b"k", WAIT_S) is not None
+        monkeypatch.setattr(etcd_module, "is_loopback", lambda _sock: False)  # nobody can tell there
+        assert asking(fake.endpoint).get(b"k") is not None
+
+        def elsewhere(_sock: socket.socket) -> int:
+            raise NotHere
+
+        monkeypatch.setattr(etcd_module, "is_loopback", lambda _sock: True)
+        monkeypatch.setattr(etcd_module, "tcp_uid", elsewhere)  # only root can have redirected it
+        assert asking(fake.endpoint).get(b"k") is not None
 
 
 class Greeter:
