@@ -108,12 +108,13 @@ class Stream:
         """Note that something of this publisher was not applied, whatever it was. The connection is as it was.
 
         It counts as a replay that failed: another one is asked for, after a longer pause each time. What comes until
-        then counts, as far as it is applied.
+        then counts, as far as it is applied. Others that fail until then count as the same one.
         """
-        failures = self.failures
+        failures, again = self.failures, self.held and not self.asking
         self._anew()
         self.failures, self.held = failures, True
-        self._count_failure()
+        if not again:
+            self._count_failure()
 
     def message(self, number: int, payload: bytes) -> int | None:
         """Take a message. Return the number from which a replay must begin, if one must."""
