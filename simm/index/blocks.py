@@ -28,13 +28,13 @@ from .events import Event, Removed, Stored
 from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
-from .sources import GPU, U64, Expected, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space
+from .sources import GPU, U64, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space, Spaces
 from .table import GROWTH, Owners, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
-HOLDERS_MAX: Final = 1024
-#: Of each source: blocks of all prompts that are expected of it.
-EXPECTED_BLOCKS_MAX: Final = 1 << 18
+#: Of each source: ranks and groups, and holders, as there is one for each salt.
+LANES_MAX: Final = 1024
+HOLDERS_MAX: Final = 1 << 15
 #: Blocks of a source, and identifiers of holders that are gone before both tables are swept.
 BLOCKS_MAX: Final = 1 << 24
 DEAD_MAX: Final = 4096
@@ -58,7 +58,7 @@ class Blocks:
         self.seed = seed
         self.lock = threading.RLock()
         self.sources: dict[tuple[str, str, int | None], Source] = {}
-        self.spaces: dict[Space, dict[int, Holder]] = {}
+        self.spaces = Spaces()
         self.added = 0
         self.removed = 0
         self._live = np.zeros(64, np.bool_)
@@ -99,9 +99,8 @@ class Blocks:
             self._flush()
             if source.lanes:
                 tenant = None  # aliases are of all tenants
-            for key, holder in list(source.holders.items()):
+            for holder in list(source.holders.values()):
                 if tenant is None or holder.space.tenant == tenant:
-                    del source.holders[key]
                     self._forget(holder)
             if tenant is None:
                 source.expected.clear()
@@ -125,17 +124,12 @@ class Blocks:
             self._free += self._dead
             self._dead = []
 
-    def expect(self, source: Source, space: Space, keys: Sequence[int] | U64, until: float) -> None:
-        """Count a prompt as held until a time, as a router has just sent it there."""
+    def expect(
+        self, source: Source, space: Space, keys: Sequence[int] | U64, until: float, rank: int | None = None
+    ) -> None:  # fmt: skip
+        """Count a prompt as held until a time, as a router has just sent it there, to a rank if it said so."""
         with self.lock:
-            left = EXPECTED_BLOCKS_MAX - len(keys)
-            for place, each in enumerate(reversed(source.expected)):  # the newest stay
-                left -= len(each.keys)
-                if left < 0:
-                    for _ in range(len(source.expected) - place):
-                        source.expected.popleft()
-                    break
-            source.expected.append(Expected(until, space, np.array(keys, np.uint64)))
+            source.expect(space, np.array(keys, np.uint64), until, rank)
 
     @property
     def entries(self) -> int:
@@ -164,35 +158,42 @@ class Blocks:
         self._dead.append(holder.id)
         self._holders.pop(holder.id, None)
         holder.source.blocks -= holder.blocks
-        there = self.spaces[holder.space]
-        del there[holder.id]
-        if not there:
-            del self.spaces[holder.space]
+        holder.source.holders.remove(holder)
+        self.spaces.remove(holder)
 
     def _lane(self, source: Source, group: int, rank: int) -> int:
         lane = source.lanes.get((group, rank))
         if lane is None:
-            if len(source.lanes) >= HOLDERS_MAX:
+            if len(source.lanes) >= LANES_MAX:
                 raise Missed("too many ranks and groups")
             lane = source.lanes[group, rank] = self._new_id()
         return lane
 
     def _holder(self, source: Source, space: Space, rank: int, group: int, node: str) -> Holder:
         key = space, rank, group, node
-        holder = source.holders.get(key)
-        if holder is None:
-            if len(source.holders) >= HOLDERS_MAX:
-                self._flush()
-                empty = next((name for name, each in source.holders.items() if not each.blocks), None)
-                if empty is None:
-                    raise Missed("too many spaces")
-                self._forget(source.holders.pop(empty))
-                if len(self._dead) > DEAD_MAX:
-                    self.sweep()
-            holder = source.holders[key] = Holder(self._new_id(), source, space, rank, group, node)
-            self._holders[holder.id] = holder
-            self.spaces.setdefault(space, {})[holder.id] = holder
+        holder = source.holders.pop(key, None)
+        if holder is not None:
+            source.holders[key] = holder  # it is the last one to go
+            return holder
+        if len(source.holders) >= min(source.holders.room, HOLDERS_MAX):
+            self._make_room(source)
+        holder = Holder(self._new_id(), source, space, rank, group, node)
+        source.holders.add(holder)
+        self._holders[holder.id] = holder
+        self.spaces.add(holder)
         return holder
+
+    def _make_room(self, source: Source) -> None:
+        """Forget holders without blocks, else those that were added to longest ago. O(holders), and rarely again."""
+        self._flush()
+        for holder in source.holders.idle():
+            self._forget(holder)
+        if len(source.holders) >= HOLDERS_MAX:
+            for holder in list(source.holders.values())[: HOLDERS_MAX // 16 or 1]:
+                self._forget(holder)
+                source.ignore(Missed("too many spaces"))
+        if len(self._dead) > DEAD_MAX:
+            self.sweep()
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -203,6 +204,8 @@ class Blocks:
         asks before that sees no difference, but in counts of blocks.
         """
         with self.lock:
+            if self._late is not None and self._late.source is not source:
+                self._flush()  # else it would be dropped with what fails here
             try:
                 self._apply(source, events, rank)
             except BaseException:
@@ -427,15 +430,10 @@ class Blocks:
 
     def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:
         """Take blocks away that have no alias: of every space that the event may mean."""
-        where = event.where
-        for holder in list(source.holders.values()):
-            if (
-                holder.space.agrees(where) and where.owner in (None, holder.node)
-                and rank == holder.rank and where.group == holder.group
-            ):  # fmt: skip
-                keys = np.unique(np.array(event.hashes, np.uint64))
-                slots = self._held.find(keys, np.full(len(keys), holder.id, np.uint32))
-                self._lower(source, slots[slots >= 0], tier)
+        keys = np.unique(np.array(event.hashes, np.uint64))
+        for holder in source.holders.meant(event.where, rank):
+            slots = self._held.find(keys, np.full(len(keys), holder.id, np.uint32))
+            self._lower(source, slots[slots >= 0], tier)
 
     # -- the tables --------------------------------------------------------------------------------------
 

@@ -434,7 +434,8 @@ def _where(fields: _Map) -> Where:
     rank = fields.dp_rank
     if rank is not None and not 0 <= rank < RANK_MAX:
         raise BadEvent(f"{rank} is no rank")
-    return Where(rank=rank, group=group, **texts)
+    # An empty text says nothing, of what is removed as of what is stored.
+    return Where(rank=rank, group=group, **{name: text or None for name, text in texts.items()})
 
 
 def _extras(given: list[Any] | None, where: Where, first: bool) -> tuple[str | None, tuple[bytes, ...]]:

@@ -14,7 +14,7 @@ With loads, the answer also has costs as Dynamo's router has them: blocks to pre
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -160,11 +160,13 @@ def score(
         now: the monotonic time, seconds, for what is expected.
     """
     now = time.monotonic() if now is None else now
+    asked = None if endpoints is None else frozenset(endpoints)
     of_tiers = [weights.get(name, 0.0) for name in TIERS]
     vector = np.array(of_tiers)
     with index.lock:
         found = _found(index, space, keys, names, pairs)
-        sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
+        there = {each.source for each in index.spaces.get(space, {}).values()}
+        sources = [each for each in index.sources.values() if _asked(each, space, asked, there)]
         told = {each: _expected(each, space, np.asarray(keys, np.uint64), now) for each in sources if each.expected}
         unknown = sorted({medium for each in sources for medium in each.media})
         wanted = {each: each.groups(space.block_size) for each in sources if len(each.dense) > 1}
@@ -175,7 +177,7 @@ def score(
         registration = holder.source.registration
         if registration.store:
             pools.setdefault(registration.pool or registration.instance, []).append((holder, tiers_of(counts)))
-        elif endpoints is None or registration.instance in endpoints:
+        elif asked is None or registration.instance in asked:
             ranks.setdefault((holder.source, holder.rank), []).append((counts, same))
     for (source, rank), mine in ranks.items():
         if wanted and len(mine) < wanted.get(source, 0):
@@ -195,15 +197,16 @@ def score(
         least = groups[0][:length]
         if len(groups) > 1:
             least = min(groups, key=lambda bits: _sum((bits[:length] * vector).max(axis=1, initial=0.0)))[:length]
-        expected = told.pop(source, 0)
+        theirs = told.get(source, {})
+        expected = max(theirs.pop(rank, 0), theirs.pop(None, 0))
         match = _match(matches, source.registration.instance, space)
         match.add(rank, least, vector, expected, weights.get("expected", 0.0))
-    for source, expected in told.items():
-        if expected and not source.stale and not source.registration.store:
-            rank = source.registration.rank or 0
-            _match(matches, source.registration.instance, space).add(
-                rank, _NONE, vector, expected, weights.get("expected", 0.0)
-            )
+    for source, theirs in told.items():
+        if not source.stale and not source.registration.store:
+            for at, expected in theirs.items():
+                _match(matches, source.registration.instance, space).add(
+                    at or source.registration.rank or 0, _NONE, vector, expected, weights.get("expected", 0.0)
+                )
     shared = np.zeros(len(keys) if pools else 0)
     for pool, holders in pools.items():
         # Some members call the blocks by other names than the others, and have a prefix of another length.
@@ -274,22 +277,27 @@ def _match(matches: dict[str, Match], name: str, space: Space) -> Match:
     return matches.setdefault(name, Match(space.tenant))
 
 
-def _asked(source: Source, space: Space, endpoints: Sequence[str] | None) -> bool:
-    """Return True for a source that the question is about, whether it holds something or not."""
+def _asked(source: Source, space: Space, endpoints: Container[str] | None, there: Container[Source]) -> bool:
+    """Return True for a source that the question is about, whether it holds something or not. O(1).
+
+    ``there``: those that have a holder in the space.
+    """
     told: Registration = source.registration
     if not (told.store or endpoints is None or told.instance in endpoints):
         return False
     alike = space.model in source.models if told.hashed else told.model == space.model
-    return (alike and told.tenant == space.tenant) or any(each == space for each, *_ in source.holders)
+    return (alike and told.tenant == space.tenant) or source in there
 
 
-def _expected(source: Source, space: Space, keys: NDArray[np.uint64], now: float) -> int:
-    """Return the leading blocks that a router has just sent there."""
+def _expected(source: Source, space: Space, keys: NDArray[np.uint64], now: float) -> dict[int | None, int]:
+    """Return the leading blocks that a router has just sent there, by rank; None where it named none."""
     while source.expected and source.expected[0].until <= now:
         source.expected.popleft()
-    most = 0
+    found: dict[int | None, int] = {}
     for each in source.expected:
         if each.until > now and each.space == space:
             length = min(len(keys), len(each.keys))
-            most = max(most, run_of(keys[:length] == each.keys[:length]))
-    return most
+            run = run_of(keys[:length] == each.keys[:length])
+            if run > found.get(each.rank, 0):
+                found[each.rank] = run
+    return found

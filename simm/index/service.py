@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import SimmError, UsageError, printable
 from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
-from ..schemes.encodings import check_block
+from ..schemes.encodings import check_block, short_key
 from ..schemes.scheme import Libraries, Scheme
 from . import figures
 from .blocks import Blocks
@@ -182,8 +182,8 @@ class Service:
         if self._publishers is None:
             raise UsageError("this index takes no publishers")
         rank = None if body.get("dp_rank", 0) is None else _number(body, "dp_rank", 0, RANK_MAX)
-        removals = body.get("storage_removals", False)
-        if not isinstance(removals, bool):
+        removals = body.get("storage_removals")
+        if not isinstance(removals, bool | None):
             raise UsageError("storage_removals is true or false")
         size = _number(body, "block_size", 0, 1 << 20) or None
         if size is not None:
@@ -193,7 +193,7 @@ class Service:
             _text(body, "lora_name"), _text(body, "tenant_id") or "default",
             _text(body, "additionalsalt", "additional_salt", "cache_salt"), rank, _text(body, "endpoint"),
             _text(body, "replay_endpoint"), _text(body, "node"), _text(body, "pool"),
-            _real(body, "lease_s", 0.0, LEASE_S_MAX), removals,
+            _real(body, "lease_s", 0.0, LEASE_S_MAX), bool(removals),
         )  # fmt: skip
         known = self.index.sources.get(told.name)
         if told.hashed or (known is not None and known.registration.hashed):
@@ -228,7 +228,7 @@ class Service:
             raise UsageError("a question has a model")
         if not size:
             with self.index.lock:
-                sizes = {each.block_size for each in self.index.spaces if (each.model, each.tenant) == (model, tenant)}
+                sizes = self.index.spaces.sizes(model, tenant)
                 told = [each.registration for each in self.index.sources.values()] if len(sizes) > 1 else []
             sizes = sizes & {each.block_size for each in told if (each.model, each.tenant) == (model, tenant)} or sizes
             if len(sizes) > 1:
@@ -237,7 +237,8 @@ class Service:
         check_block(size)
         salt = _text(body, "cache_salt", "additionalsalt", "additional_salt")
         space = Space(model, _text(body, "lora_name"), tenant, salt, size)
-        hashes = next((body[name] for name in ("seq_hashes", "block_hashes", "block_hash") if name in body), None)
+        given = (body.get(name) for name in ("seq_hashes", "block_hashes", "block_hash"))
+        hashes = next((each for each in given if each is not None), None)
         prompt = self._prompt(body)
         if hashes is not None:
             if not isinstance(hashes, list) or len(hashes) > QUESTION_BLOCKS_MAX:
@@ -322,8 +323,8 @@ class Service:
         with self.index.lock:
             for source in self.index.sources.values():
                 told = source.registration
-                if (told.instance, told.tenant) == (name, space.tenant) and rank in (None, told.rank):
-                    self.index.expect(source, space, keys, time.monotonic() + seconds)
+                if (told.instance, told.tenant) == (name, space.tenant) and (rank is None or told.rank in (None, rank)):
+                    self.index.expect(source, space, keys, time.monotonic() + seconds, rank)
                     return {"status": "expected", "blocks": len(keys)}
         raise UsageError(f"{name!r} of tenant {space.tenant!r} is not registered")
 
@@ -460,12 +461,12 @@ def asking(
             known[model] = time.monotonic(), schemes
         return schemes
 
-    def best_of(schemes: Sequence[Scheme], tokens: Any, request: Request) -> dict[str, Any] | None:
+    def best_of(schemes: Sequence[Scheme], tokens: Any, request: Request, tenant: str) -> dict[str, Any] | None:
         best: dict[str, Any] | None = None
         generations: dict[str, str] = {}
         left, until = KEYS_MAX, time.monotonic() + QUESTION_S
         for scheme in schemes:
-            if scheme.namespace not in ("", client.namespace):
+            if scheme.namespace not in ("", client.namespace) or not _may_load(scheme.scope, tenant):
                 continue
             if time.monotonic() > until:
                 break  # anybody may register a scheme, and all who ask wait for this one
@@ -490,20 +491,26 @@ def asking(
         model, lora = _text(body, "model", "model_name", "modelname"), _text(body, "lora_name")
         salt = _text(body, "cache_salt", "additionalsalt", "additional_salt")
         request = Request(cache_salt=salt or None, lora=(lora, None) if lora else None)
+        tenant = _text(body, "tenant_id") or "default"
         mine = [each for each in given if each.model == model]
         best: dict[str, Any] | None = None
         try:
             before = schemes_of(model)
-            best = best_of([*reversed(before), *mine], body["token_ids"], request)
+            best = best_of([*reversed(before), *mine], body["token_ids"], request, tenant)
             if best is None or not best["tokens"]:
                 after = schemes_of(model, anew=True)
                 if after is not before and after != before:
-                    best = best_of([*reversed(after), *mine], body["token_ids"], request)
+                    best = best_of([*reversed(after), *mine], body["token_ids"], request, tenant)
         except SimmError:
             return best
         return best
 
     return shared
+
+
+def _may_load(scope: str, tenant: str) -> bool:
+    """Return False for a scope of Mooncake's face that is another tenant's: no engine of this one has its keys."""
+    return not scope.startswith(("mooncake/", "sha256:")) or scope == short_key(f"mooncake/{tenant}")
 
 
 # -- fields of bodies ------------------------------------------------------------------------------------
@@ -549,7 +556,8 @@ def _number(body: Body, name: str, default: int, end: int) -> int:
 
 
 def _real(body: Body, name: str, default: float, most: float) -> float:
-    value = body.get(name, default)
+    value = body.get(name)
+    value = default if value is None else value
     if type(value) not in (int, float) or not 0 <= value <= most:
         raise UsageError(f"{name} is 0 to {most:g}, not {value!r:.40}")
     return float(value)

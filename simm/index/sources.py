@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,11 @@ DENSE: Final = frozenset((None, "", "full_attention", "mla_attention", "sink_ful
 #: Of each source: blocks that wait for a parent, and bytes of their tokens and of what else they depend on.
 PARKED_MAX: Final = 1 << 16
 PARKED_BYTES_MAX: Final = 64 << 20
-#: Prompts that are expected of a source.
+#: Prompts that are expected of a source, and blocks of all of them.
 EXPECTED_MAX: Final = 256
+EXPECTED_BLOCKS_MAX: Final = 1 << 18
+#: So many holders a source has before those without blocks are looked for.
+HOLDERS_MIN: Final = 1024
 
 #: Parts of blocks that are remembered of each source.
 PARTS_MAX: Final = 1024
@@ -151,6 +154,95 @@ class Holder:
         told = self.source.registration
         return (told.pool or told.instance) if told.store else self.id
 
+    @property
+    def name(self) -> _HolderName:
+        """What makes it another one than all others of its source."""
+        return self.space, self.rank, self.group, self.node
+
+
+_HolderName = tuple[Space, int, int, str]
+
+
+class Holders(dict[_HolderName, Holder]):
+    """The holders of a source by their names. The one that was added to longest ago is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: At so many, those without blocks are looked for.
+        self.room = HOLDERS_MIN
+        #: By tenant, salt and node, as most removals name them.
+        self._tree: dict[str, Any] = {}
+
+    def add(self, holder: Holder) -> None:
+        """Add a holder. O(1)."""
+        space = holder.space
+        here = self._tree.setdefault(space.tenant, {}).setdefault(space.salt, {}).setdefault(holder.node, {})
+        self[holder.name] = here[holder.name] = holder
+
+    def remove(self, holder: Holder) -> None:
+        """Remove a holder. O(1)."""
+        del self[holder.name]
+        names = holder.space.tenant, holder.space.salt, holder.node
+        trees: list[dict[Any, Any]] = [self._tree]
+        for name in names:
+            trees.append(trees[-1][name])
+        del trees[-1][holder.name]
+        for tree, name in zip(trees[-2::-1], names[::-1]):
+            if not tree[name]:
+                del tree[name]
+
+    def idle(self) -> list[Holder]:
+        """Return those without blocks, to be removed. They are looked for again at twice as many others. O(holders)."""
+        found = [each for each in self.values() if not each.blocks]
+        self.room = max(HOLDERS_MIN, 2 * (len(self) - len(found)))
+        return found
+
+    def meant(self, where: Where, rank: int) -> list[Holder]:
+        """Return those that an event may mean. O(those of the tenant, salt and owner that it names)."""
+        trees = [self._tree]
+        for said in (where.tenant, where.salt, where.owner):
+            if said is None:
+                trees = [below for tree in trees for below in tree.values()]
+            else:
+                trees = [tree[said] for tree in trees if said in tree]
+        found: list[Holder] = [
+            each for tree in trees for each in tree.values()
+            if rank == each.rank and where.group == each.group and each.space.agrees(where)
+        ]  # fmt: skip
+        return found
+
+
+class Spaces(dict[Space, dict[int, Holder]]):
+    """The holders of each space, by their identifiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Spaces by model, tenant and size of blocks: with many salts these are far fewer.
+        self._sizes: Counter[tuple[str, str, int]] = Counter()
+
+    def add(self, holder: Holder) -> None:
+        """Add a holder. O(1)."""
+        space = holder.space
+        there = self.setdefault(space, {})
+        self._sizes[space.model, space.tenant, space.block_size] += not there
+        there[holder.id] = holder
+
+    def remove(self, holder: Holder) -> None:
+        """Remove a holder. O(1)."""
+        space = holder.space
+        there = self[space]
+        del there[holder.id]
+        if not there:
+            del self[space]
+            size = space.model, space.tenant, space.block_size
+            self._sizes[size] -= 1
+            if not self._sizes[size]:
+                del self._sizes[size]
+
+    def sizes(self, model: str, tenant: str) -> set[int]:
+        """Return the sizes of blocks of a model, with any adapter and salt. O(models x tenants x sizes)."""
+        return {size for *of, size in self._sizes if of == [model, tenant]}
+
 
 @dataclass(eq=False)
 class Parked:
@@ -181,11 +273,12 @@ class Parked:
 
 
 class Expected(NamedTuple):
-    """A prompt that a router has just sent there."""
+    """A prompt that a router has just sent there. ``rank``: None if the router has not said to which one."""
 
     until: float
     space: Space
     keys: U64
+    rank: int | None = None
 
 
 @dataclass(eq=False)
@@ -197,7 +290,7 @@ class Source:
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)
     #: Of each group with full attention the sizes of blocks that it told of, counted or not.
     dense: dict[int, frozenset[int]] = field(default_factory=dict)
-    holders: dict[tuple[Space, int, int, str], Holder] = field(default_factory=dict)
+    holders: Holders = field(default_factory=Holders)
     #: Not counted now: what is known of it may be wrong.
     stale: bool = False
     #: Messages were lost, and all that was known with them: what is known since is true, but not all.
@@ -297,6 +390,17 @@ class Source:
         """Return how many groups with full attention have blocks of this size. O(groups)."""
         return sum(block_size in sizes for sizes in self.dense.values())
 
+    def expect(self, space: Space, keys: U64, until: float, rank: int | None) -> None:
+        """Count a prompt as held until a time. Of too many blocks the oldest prompts are forgotten. O(prompts)."""
+        left = EXPECTED_BLOCKS_MAX - len(keys)
+        for place, each in enumerate(reversed(self.expected)):
+            left -= len(each.keys)
+            if left < 0:
+                for _ in range(len(self.expected) - place):
+                    self.expected.popleft()
+                break
+        self.expected.append(Expected(until, space, keys, rank))
+
     def ignore(self, why: Ignored) -> None:
         """Count an event that does not count."""
         self.ignored[str(why)] += 1
@@ -336,9 +440,8 @@ class Source:
         blocks, room = event.whole or (len(event.hashes), event.nbytes)
         if blocks > PARKED_MAX or room > PARKED_BYTES_MAX:
             raise Missed("too many blocks to wait for a parent")
-        self.ignored["waits for its parent"] += 1
         while self.parked and (self.waiting + blocks > PARKED_MAX or self.waiting_bytes + room > PARKED_BYTES_MAX):
-            self.unpark(*next(iter(self.parked)))
+            self.ignored["its parent did not come"] += len(self.unpark(*next(iter(self.parked))))
             self.miss()
         self.parked.setdefault((event.parent, lane), []).append(parked)
         for part in parked.parts:

@@ -144,7 +144,8 @@ class Told(NamedTuple):
 
 def told(body: Mapping[str, Any]) -> Told:
     """Return a registration; the instance is "" if the server leaves its name to the index. Raises UsageError."""
-    instance, address, port = body.get("instance_id", ""), body.get("ip"), body.get("http_port")
+    instance, address, port = body.get("instance_id"), body.get("ip"), body.get("http_port")
+    instance = "" if instance is None else instance
     if not isinstance(instance, str) or len(instance) > TEXT_MAX:
         raise UsageError(f"instance_id is a text of at most {TEXT_MAX} characters")
     if not isinstance(address, str) or not 0 < len(address.strip()) <= TEXT_MAX:

@@ -18,9 +18,11 @@ from typing import Final, NamedTuple
 from ..sources import CPU, STORAGE
 from .messages import Entry
 
-#: Of one server or pool: families, and places, which are backends of a tier.
-FAMILIES_MAX: Final = 256
+#: Of one server or pool: families, fewer than ``blocks.HOLDERS_MAX``, and places, which are backends of a tier.
+FAMILIES_MAX: Final = 1 << 14
 PLACES_MAX: Final = 16
+#: So many families, and models with their ranks, are there before those without chunks are looked for.
+FAMILIES_MIN: Final = 256
 
 
 class Family(NamedTuple):
@@ -87,21 +89,23 @@ class Placements:
         #: :meth:`settle`.
         self._used: dict[Family, _Chunks] = {}
         self._changed: dict[Family, _Chunks] = {}
-        #: Every family has chunks, and there is room for no other.
-        self._full = False
-        #: Parts' places, by chunk.
+        #: At so many families, those without chunks are looked for.
+        self._room = min(FAMILIES_MIN, FAMILIES_MAX)
+        #: Parts' places, by chunk; and families whose parts were forgotten for others.
         self.entries = 0
+        self.forgotten = 0
 
     def store(self, entry: Entry, size: int, place: Place) -> bool:
-        """Note a part. Return False if there is no room for its family or place. O(1), but for a new group."""
+        """Note a part. Return False if there is no room for its place. O(1), but for a new group or family."""
         family = Family(entry.model, entry.salt, entry.world, size)
-        chunks = self._families.get(family)
+        chunks = self._families.pop(family, None)
         if chunks is None:
-            if len(self._families) >= FAMILIES_MAX and not self._drop_empty():
-                return False
+            if len(self._families) >= self._room:
+                self._make_room()
             groups = self._groups.setdefault((family.model, family.world), [])
-            chunks = self._families[family] = _Chunks(groups)
+            chunks = _Chunks(groups)
             self._sizes.setdefault(family[:3], []).append(family)
+        self._families[family] = chunks  # it is the last one to go
         held = chunks.parts.get(place)
         if held is None:
             if len(chunks.parts) >= PLACES_MAX:
@@ -136,27 +140,34 @@ class Placements:
                 self.entries -= 1
             chunks.changed.add(entry.digest)
             self._changed[family] = chunks
-            self._full = False
 
     @staticmethod
     def _bit(chunks: _Chunks, entry: Entry) -> int:
         return 1 << chunks.groups.index(entry.group) * entry.world + entry.rank
 
-    def _drop_empty(self) -> bool:
-        """Forget a family that has no chunks. Return False if there is none."""
-        if not self._full:
-            for family, chunks in self._families.items():
-                if not chunks.shown and not any(chunks.parts.values()):
-                    for families in (self._families, self._used, self._changed):
-                        families.pop(family, None)
-                    self._sizes[family[:3]].remove(family)
-                    if not self._sizes[family[:3]]:
-                        del self._sizes[family[:3]]
-                    if not any(each.groups is chunks.groups for each in self._families.values()):
-                        del self._groups[family.model, family.world]
-                    return True
-            self._full = True
-        return False
+    def _make_room(self) -> None:
+        """Drop families without chunks, else forget those that were stored to longest ago. O(families), and rarely."""
+        for family, chunks in list(self._families.items()):
+            if not chunks.shown and not any(chunks.parts.values()):
+                for families in (self._families, self._used, self._changed):
+                    families.pop(family, None)
+                self._sizes[family[:3]].remove(family)
+                if not self._sizes[family[:3]]:
+                    del self._sizes[family[:3]]
+        if len(self._groups) >= FAMILIES_MIN:
+            for name in self._groups.keys() - {(each.model, each.world) for each in self._families}:
+                del self._groups[name]
+        # One that is forgotten is there until it has been told.
+        many, few = len(self._families), FAMILIES_MAX // 16 or 1
+        full = many >= FAMILIES_MAX
+        for family in list(self._families)[: many + few - FAMILIES_MAX] if full else ():
+            chunks = self._families[family]
+            self.forgotten += any(chunks.parts.values())
+            self.entries -= sum(map(len, chunks.parts.values()))
+            chunks.parts.clear()
+            chunks.changed.update(chunks.shown)
+            self._changed[family] = chunks
+        self._room = many + few if full else min(FAMILIES_MAX, max(FAMILIES_MIN, 2 * many))
 
     def clear(self) -> None:
         """Forget all parts, and that any chunk was told. Which groups a family has is no part of that."""
@@ -167,7 +178,6 @@ class Placements:
             chunks.changed.clear()
         self._used.clear()
         self._changed.clear()
-        self._full = False
 
     def settle(self) -> list[Change]:
         """Return what has changed since the last call. O(changed chunks x places)."""
@@ -186,5 +196,4 @@ class Placements:
             chunks.changed.clear()
             changes += [Change(family, tier, *lists) for tier, lists in by_tier.items() if any(lists)]
         self._changed.clear()
-        self._full = False
         return changes

@@ -28,7 +28,7 @@ from ..events import BadEvent, Event, Removed, Stored, Where
 from ..sources import CPU, LMCACHE_SERVER, LMCACHE_SHARED, LOGGED, Registration, Source
 from .hashes import name_of
 from .messages import DELETE, NUMBER_MAX, OTHERS, STORE, TIERS, Batch, Entry, Head, batches, entry, told
-from .placements import FAMILIES_MAX, Place, Placements
+from .placements import Place, Placements
 
 log = logging.getLogger("simm.index.lmcache")
 
@@ -36,6 +36,8 @@ log = logging.getLogger("simm.index.lmcache")
 LEASE_S: Final = 30.0
 SERVERS_MAX: Final = 1024
 POOLS_MAX: Final = 64
+#: Names of models, of each server.
+MODELS_MAX: Final = 256
 #: Parts of chunks in places, of all servers and pools together: 330 bytes each, with the index.
 ENTRIES_MAX: Final = 1 << 20
 #: Batches whose bytes are remembered, of each server.
@@ -334,7 +336,7 @@ class Servers:
                 ignored["no block size"] += 1
                 server.complete = False
                 continue
-            if len(server.source.models) < FAMILIES_MAX:
+            if len(server.source.models) < MODELS_MAX:
                 server.source.models.add(each.model)
             placements = server.placements
             if head.shared:
@@ -345,9 +347,12 @@ class Servers:
                     ignored["a shared backend: too many" if pool is None else "a shared backend: too early"] += 1
                     continue
                 placements = pool.placements
-            before = placements.entries
+            before, forgotten = placements.entries, placements.forgotten
             if room <= 0 or not placements.store(each, size, place):
-                ignored["too many blocks"] += 1
+                ignored["too many blocks" if room <= 0 else "too many backends"] += 1
+                server.complete = False
+            if placements.forgotten > forgotten:
+                ignored["too many salts"] += placements.forgotten - forgotten
                 server.complete = False
             room -= placements.entries - before
         missed = server.source.missed

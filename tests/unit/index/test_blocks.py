@@ -224,6 +224,20 @@ def test_what_waited_for_a_message_that_fails_is_dropped(monkeypatch: pytest.Mon
     assert source.blocks == 0
 
 
+def test_what_waited_of_another_publisher_is_not_dropped_with_a_message_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the one whose message fails is asked for everything again."""
+    index = Blocks()
+    source, other = engine(index), engine(index, "B")
+    apply(index, source, stored([11], prompt(1)), more=True)
+    monkeypatch.setattr(Blocks, "_stored", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        apply(index, other, stored([12], prompt(1)), more=True)
+    index.flush()
+    assert source.blocks == 1
+
+
 # -- what is counted -----------------------------------------------------------------------------------
 
 
@@ -553,6 +567,20 @@ def test_what_is_expected_counts_for_a_time() -> None:
     assert asked(index, tokens, now=9.0).matches["A"].expected == 3
     assert asked(index, tokens[: 2 * SIZE] + prompt(1, 9), now=9.0).matches["A"].score == 2
     assert asked(index, tokens, now=10.0).matches == {}
+
+
+def test_what_is_expected_counts_for_the_rank_that_was_named() -> None:
+    """It was added to what the rank had that came first, which so had blocks of both."""
+    index = Blocks()
+    source, tokens = engine(index, rank=None), prompt(4)
+    apply(index, source, stored([1], tokens[:SIZE], dp_rank=0), stored([2, 3], tokens[: 2 * SIZE], dp_rank=1))
+    for blocks, rank in ((3, 1), (2, 2), (1, None)):
+        index.expect(source, SPACE, request_keys(tokens[: blocks * SIZE], SIZE), until=10.0, rank=rank)
+    found = asked(index, tokens, now=9.0, weights={"gpu": 1.0, "expected": 0.5}).matches["A"]
+    assert found.ranks == {0: 1, 1: 2, 2: 0} and found.expected == 3
+    assert [weights.tolist() for weights in found.weights if not isinstance(weights, tuple)] == [
+        [1.0], [1.0, 1.0, 0.5], [0.5, 0.5]
+    ]  # fmt: skip
 
 
 def test_a_stale_source_is_named_and_not_counted() -> None:

@@ -33,6 +33,7 @@ from simm.index.table import Table
 from simm.net.http import Web
 from simm.net.loop import Loop
 from simm.schemes import registry
+from simm.schemes.encodings import short_key
 from simm.schemes.scheme import Request, Scheme
 from simm.testing import FakeClient
 from tests.support.tokens import old_tokens
@@ -144,6 +145,28 @@ def test_a_wrong_body_is_answered_with_a_sentence(path: str, body: Any) -> None:
     assert status == 400 and len(found["error"]) > 10
 
 
+def test_a_field_that_is_null_is_as_none() -> None:
+    service = Service(_index())
+    asked = {"model": MODEL, "token_ids": TOKENS, "lora_name": None, "tenant_id": None, "cache_salt": None}
+    _, plain = _post(service, "/score", {"model": MODEL, "token_ids": TOKENS, "loads": {"a": 1}})
+    null = dict.fromkeys(("block_size", "pod_identifiers", "load_weight", "seq_hashes", "block_hashes"))
+    assert plain["costs"] and _post(service, "/score", {**asked, **null, "loads": {"a": 1}}) == (200, plain)
+    body = {**asked, "instance_id": "a", "ttl_s": None, "dp_rank": None, "block_hashes": None}
+    assert _post(service, "/expect", body)[0] == 200
+
+
+def test_a_prompt_is_expected_of_a_rank_of_an_instance_that_has_all() -> None:
+    index = Blocks()
+    for name, rank in (("all", None), ("one", 1)):
+        index.register(Registration(name, MODEL, block_size=16, rank=rank))
+    service = Service(index)
+    for name, asked, status in (("all", 3, 200), ("one", 1, 200), ("one", 3, 400), ("one", None, 200)):
+        body = {"model": MODEL, "token_ids": TOKENS, "instance_id": name, "dp_rank": asked}
+        assert _post(service, "/expect", body)[0] == status, (name, asked)
+    _, found = _post(service, "/query", {"model": MODEL, "token_ids": TOKENS})
+    assert found["default"]["all"]["DP"] == {"3": 0} and found["default"]["one"]["DP"] == {"1": 0}
+
+
 def test_a_publisher_with_blocks_that_wait_is_not_complete() -> None:
     """Nobody finds these: so what is said of it is not all."""
     index = Blocks()
@@ -173,7 +196,8 @@ def test_publishers_are_registered_and_listed() -> None:
                 "dp_rank": 0, "additionalsalt": "w8a8", "tenant_id": "t"}  # fmt: skip
         status, found = _post(service, "/register", body)
         assert (status, found) == (200, {"status": "registered successfully", "instance_id": "7"})
-        assert _post(service, "/register", {**body, "dp_rank": 1})[0] == 200
+        null = dict.fromkeys(("lease_s", "storage_removals", "replay_endpoint", "node"))
+        assert _post(service, "/register", {**body, **null, "dp_rank": 1})[0] == 200
         assert [(each["instance_id"], each["dp_rank"], each["blocks"]) for each in service.workers()] == [
             ("7", 0, 0), ("7", 1, 0)
         ]  # fmt: skip
@@ -367,6 +391,32 @@ def test_a_prompt_with_an_adapter_is_that_of_deployments_that_name_it() -> None:
     assert _post(service, "/query", {**body, "lora_name": "sql"})[1]["shared"]["tokens"] == len(TOKENS) // 16 * 16
     assert _post(service, "/query", body)[1]["shared"]["tokens"] == 0
     assert _post(service, "/query", {**body, "lora_name": "other"})[1]["shared"] is None, "nobody knows its path"
+
+
+def test_what_the_store_has_of_another_tenant_is_not_shared() -> None:
+    """Mooncake's face has keys of each tenant's own. All tenants were told the most that any of them had."""
+    client = FakeClient()
+    tenants = ["a", "b", "default", "long" * 100, "long" * 101]
+    scopes = {tenant: short_key(f"mooncake/{tenant}") for tenant in tenants}
+    schemes = {
+        tenant: Scheme(MODEL, "lmcache", 16, options={"scope": scope, "generation": "1"})
+        for tenant, scope in scopes.items()
+    }
+    for tenant in ("a", "long" * 100):
+        keys = schemes[tenant].keys(TOKENS).keys
+        assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
+    service = Service(_index(), shared=asking(client, given=list(schemes.values())))
+    body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
+    found = [_post(service, "/query", {**body, "tenant_id": each})[1]["shared"]["tokens"] for each in tenants]
+    assert found == [64, 0, 0, 64, 0]
+    assert _post(service, "/query", body)[1]["shared"]["tokens"] == 0, "that is the default one's"
+    assert _post(service, "/query", {**body, "tenant_id": "c"})[1]["shared"] is None
+    everyones = Scheme(MODEL, "sglang-simm", 16)
+    keys = everyones.keys(TOKENS[:32]).keys
+    assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
+    told = Service(_index(), shared=asking(client, given=[*schemes.values(), everyones]))
+    found = [_post(told, "/query", {**body, "tenant_id": each})[1]["shared"]["tokens"] for each in ("a", "b", "c")]
+    assert found == [64, 32, 32], "keys that no tenant's are all can load"
 
 
 # -- by HTTP ---------------------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ def test_the_life_of_a_server() -> None:
     assert gone is not None and gone.status == 200 and service.workers() == []
 
 
+@pytest.mark.parametrize("name", [{}, {"instance_id": ""}, {"instance_id": None}])
+def test_a_server_without_a_name_gets_one(name: dict[str, Any]) -> None:
+    status, found = _post(_service(), "/instances", {**name, "ip": "h", "http_port": 1})
+    assert status == 200 and found["instance_id"].startswith("mp-")
+
+
 def test_blanks_around_a_name_are_no_part_of_it() -> None:
     service = _service()
     assert _post(service, "/instances", {"instance_id": " pod ", "ip": "h", "http_port": 1})[1]["instance_id"] == "pod"

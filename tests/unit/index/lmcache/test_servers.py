@@ -479,16 +479,22 @@ def test_families_and_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     index, servers = _servers()
     for number, salt in enumerate(("1", "2", "3")):
         _take(servers, _store(number + 1, _parts(salt=salt)))
-    assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [3, 3, 0]
-    _take(servers, _delete(4, _parts(salt="1")), _store(5, _parts(salt="3")))
-    assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [0, 3, 3]
-    assert list(servers._servers["a"].placements._groups) == [("m", 1)]
+    server = servers._servers["a"]
+    assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [0, 3, 3], "the latest count"
+    assert server.source.ignored == {"too many salts": 1} and not server.complete
+    _take(servers, _store(4, _parts(chunks=[0], salt="2")), _delete(5, _parts(salt="3")), _store(6, _parts(salt="4")))
+    assert [_blocks(index, "a", salt=salt) for salt in ("2", "3", "4")] == [3, 0, 3]
+    _take(servers, _store(7, _parts(salt="5")), _delete(8, _parts(salt="4")), _store(9, _parts(salt="3")))
+    assert [_blocks(index, "a", salt=salt) for salt in ("2", "3", "4", "5")] == [0, 3, 0, 3]
+    assert server.source.ignored == {"too many salts": 2}, "those without chunks go first"
+    assert list(server.placements._groups) == [("m", 1)] and index.entries == 6
     for number, backend in enumerate(("x", "y", "z")):
-        _take(servers, _store(6 + number, _parts(salt="3"), backend=backend))
-    held = servers._servers["a"].placements
+        _take(servers, _store(10 + number, _parts(salt="3"), backend=backend))
+    held = server.placements
     assert held.entries == 3 * 3, "dram and one more"
-    _take(servers, _delete(9, _parts(salt="3")), _delete(10, _parts(salt="3"), backend="x"))
-    _take(servers, _delete(11, _parts(salt="2")))
+    assert server.source.ignored["too many backends"] == 6
+    _take(servers, _delete(13, _parts(salt="3")), _delete(14, _parts(salt="3"), backend="x"))
+    _take(servers, _delete(15, _parts(salt="5")))
     assert held.entries == 0 and index.entries == 0
 
 
