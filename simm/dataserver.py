@@ -158,7 +158,8 @@ class DataServer:
         if not warm and not self._goes_on():  # the memory of old ones may not be free
             return
         arenas = warm or self.stock.new(self.stock.size(), range(len(options.nodes)), self._faulted_in)
-        self.slots += [WorkerSlot(number, self.stock.nodes[number], arenas[number]) for number in sorted(arenas)]
+        with self.stock.handing_over(arenas):
+            self.slots += [WorkerSlot(number, self.stock.nodes[number], arenas[number]) for number in sorted(arenas)]
         for number in sorted(set(arenas) - set(self.member.workers)):  # they were added before a warm stop
             self.member.add(number)
         if not arenas or (warm and not self.stock.populate(warm, self._faulted_in)):  # stopped meanwhile

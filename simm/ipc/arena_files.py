@@ -22,8 +22,9 @@ a name cannot be sealed, and a memfd cannot be given a name.
   so a seal would add nothing: the data has a name.
 * *With a group* the data is a sealed memfd. The supervisor and its children keep it, so it outlives the worker. A clean
   stop with ``--warm`` moves it into the named file, which only the user may open, and the next start moves it out again
-  (:func:`move_bytes`, which holds no more than a piece twice). A move costs about a second for each GiB. A supervisor
-  that is killed in the middle, or at work, takes the data with it: the next start is cold.
+  (:func:`move_bytes`, which holds no more than ``MOVE_BYTES`` twice). A move costs about a second for each GiB. A move
+  out that finds no memory goes back. A supervisor that is killed in the middle, or at work, takes the data with it: the
+  next start is cold.
 
 Reserved huge pages
 -------------------
@@ -209,7 +210,7 @@ class OwnedArena:
         """Take over the arena that a clean stop with ``--warm`` has left, for this group from now on.
 
         Raises SegmentError if a file is missing, foreign or in use, or memory is short. It stays as it is then, unless
-        its data was being moved.
+        others take the memory by which its data would come back.
         """
         with contextlib.ExitStack() as undo:
             meta = OwnedSegment.adopt(name)
@@ -221,7 +222,7 @@ class OwnedArena:
             if group is not None:
                 data = SealedData(named.name, named.size, moved=True)
                 undo.callback(data.close)
-                move_bytes(named, data)
+                move_bytes(named, data, back=True)
             made = cls(meta, data)
             undo.pop_all()
         if data is not named:
@@ -358,24 +359,50 @@ def _discard(segment: OwnedSegment | SealedData) -> None:
     segment.close()
 
 
-def move_bytes(source: MappedFile, target: MappedFile) -> None:
+def move_bytes(source: MappedFile, target: MappedFile, *, back: bool = False) -> None:
     """Move all bytes, in order, and give the source's pages back on the way. Raises SegmentError if memory is short.
 
-    The target is empty, and of the same size. O(bytes).
+    The target is empty, and of the same size. ``back``: what was moved comes back then. O(bytes).
     """
-    for at in range(0, source.size, MOVE_BYTES):
-        count = min(MOVE_BYTES, source.size - at)
-        left = count
-        with memoryview(source.buf)[at : at + count] as piece:
-            while left:
-                try:
-                    left -= os.pwrite(target.fd, piece[count - left :], at + count - left)
-                except OSError as error:
-                    raise SegmentError(
-                        f"cannot move {mib(source.size)} of {source.name} ({error.strerror}): {mib(source.size - at)} "
-                        f"are left; the next start has to be cold, or needs more of {shm.SHM_DIR}"
-                    ) from error
-        source.mm.madvise(mmap.MADV_REMOVE, at, count)
+    step = MOVE_BYTES // 2
+    gone = 0  # bytes that the source has given back. A piece stays until the next one is copied: room for the way back.
+    try:
+        for at in range(0, source.size, step):
+            _copy(source, target, at, step)
+            if at:
+                source.mm.madvise(mmap.MADV_REMOVE, gone, step)
+                gone = at
+        source.mm.madvise(mmap.MADV_REMOVE, gone, source.size - gone)
+    except OSError as error:
+        what = f"cannot move {mib(source.size)} of {source.name} ({error.strerror})"
+        if back and _moved_back(source, target, gone, step):
+            raise SegmentError(
+                f"{what}, and it stays where it is: it needs {mib(MOVE_BYTES)} of memory for a while; "
+                "free some, or start once without --warm"
+            ) from error
+        raise SegmentError(
+            f"{what}: {mib(source.size - gone)} are left; the next start has to be cold, or needs more of {shm.SHM_DIR}"
+        ) from error
+
+
+def _moved_back(source: MappedFile, target: MappedFile, gone: int, step: int) -> bool:
+    """Move the first bytes back, which the source has no more. The first ones come last: the rest has to be whole."""
+    try:
+        target.mm.madvise(mmap.MADV_REMOVE, gone, target.size - gone)
+        for at in reversed(range(0, gone, step)):
+            _copy(target, source, at, step)
+            target.mm.madvise(mmap.MADV_REMOVE, at, step)
+    except OSError:
+        return False
+    return True
+
+
+def _copy(source: MappedFile, target: MappedFile, at: int, count: int) -> None:
+    """Copy so many bytes, or as far as there are any. Raises OSError."""
+    with memoryview(source.buf)[at : at + count] as piece:
+        done = 0
+        while done < len(piece):
+            done += os.pwrite(target.fd, piece[done:], at + done)
 
 
 @contextlib.contextmanager

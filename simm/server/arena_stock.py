@@ -35,7 +35,7 @@ from ..arena.marks.kept import Shares
 from ..arena.store import Store
 from ..arena.vault import Vault, is_newer, suspend
 from ..constants import ARENA_BYTES_MIN, SLAB_BYTES
-from ..errors import SegmentError, UsageError
+from ..errors import SegmentError, SimmError, UsageError
 from ..host import memory, numa
 from ..host.memory import mib
 from ..host.populate import Progress, Wanted, populate_all
@@ -137,8 +137,8 @@ class ArenaStock:
     def take_over(self, cluster: int) -> dict[int, OwnedArena]:
         """Return all workers' arenas as a clean ``--warm`` stop left them, or none. Remove this server's other ones.
 
-        ``cluster``: the manager's; 0 if nothing was undecided. Raises SegmentError; the next start can take over then
-        what this one has taken.
+        ``cluster``: the manager's; 0 if nothing was undecided. Raises SegmentError or OSError; the next start can take
+        over then what this one has taken.
         """
         options = self.options
         left = self._left()
@@ -171,19 +171,35 @@ class ArenaStock:
                 if options.events:
                     segment.tell_events(RING_HEADER_BYTES + options.events, options.group)
                 log.info("worker %d: warm start on %s", number, segment.name)
+            kept = {each.name for each in (*fit.values(), *self._foreign)}
+            # By name, as another cluster's server of this name may suspend an arena meanwhile.
+            for name in segments.remove_old([each.name for each in left if each.name not in kept], self._while_running):
+                if name in why:
+                    log.warning("%s is set aside and removed, and its worker starts cold: %s", name, why[name])
+                else:
+                    stopped = any(each.name == name for each in suspended)
+                    end = "stopped with --warm" if stopped else "died"
+                    log.warning("removed %s, left by a data server that %s", name, end)
             undo.pop_all()
-        kept = {each.name for each in (*fit.values(), *self._foreign)}
-        # By name, as another cluster's server of this name may suspend an arena meanwhile.
-        for name in segments.remove_old([each.name for each in left if each.name not in kept], self._while_running):
-            if name in why:
-                log.warning("%s is set aside and removed, and its worker starts cold: %s", name, why[name])
-            else:
-                stopped = any(each.name == name for each in suspended)
-                end = "stopped with --warm" if stopped else "died"
-                log.warning("removed %s, left by a data server that %s", name, end)
         self.cluster = cluster if fit else 0
         self.epoch = max((each.epoch for each in fit.values()), default=0)
         return taken
+
+    @contextlib.contextmanager
+    def handing_over(self, arenas: Mapping[int, OwnedArena]) -> Iterator[None]:
+        """Put arenas back if the body raises, or remove them if they are new: nobody else has them yet.
+
+        ``arenas``: all that :meth:`take_over` or :meth:`new` has returned.
+        """
+        with contextlib.ExitStack() as undo:
+            for arena in arenas.values():
+                if self.cluster:
+                    undo.callback(_put_back, arena)
+                else:
+                    undo.callback(arena.close)
+                    undo.callback(arena.unlink)
+            yield
+            undo.pop_all()
 
     def size(self) -> int:
         """Return the bytes of a new arena. Raises SegmentError if there is too little memory.
@@ -401,12 +417,12 @@ class ArenaStock:
             if vault is None or not suspend(arena.mm, arena.name, vault, order):
                 return False
             log.warning("%s is suspended by the supervisor: its worker did not, or missed the last map", arena.name)
-        arena.drop_events()
         try:
             arena.keep()
         except SegmentError as exc:
             log.error("%s", exc)
             return False
+        arena.drop_events()  # last: what fails here costs no value
         return True
 
     @contextlib.contextmanager
@@ -426,11 +442,11 @@ class ArenaStock:
 
 def _put_back(arena: OwnedArena) -> None:
     """Leave an arena that was taken over as it was found. No worker has used it."""
-    try:
-        arena.drop_events()
-        arena.keep()
-    except SegmentError as exc:
-        log.error("%s", exc)
+    for step in (arena.keep, arena.drop_events):
+        try:
+            step()
+        except (SimmError, OSError) as exc:
+            log.error("putting %s back: %s", arena.name, exc)
     arena.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from simm import shm
 from simm.arena.layout import State, Word
 from simm.arena.reader import ArenaReader
 from simm.arena.store import Store
+from simm.cluster.assignment import Member
 from simm.errors import SegmentError
 from simm.ipc import arena_files
 from simm.ipc import segments as ipc_segments
@@ -217,7 +219,20 @@ def test_move_bytes_gives_the_pages_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ipc_segments.metadata_of(data_name("simm-x")) == "simm-x"
 
 
-@pytest.mark.parametrize("fails", ["set_access", "tell_events"])
+def taken_again(options: DataServerOptions, values: list[dict[bytes, bytes]]) -> None:
+    """Check that the next start has all values, and remove the arenas."""
+    taken = ArenaStock(options, 99).take_over(CLUSTER)
+    assert sorted(taken) == list(range(len(values)))
+    for number, arena in taken.items():
+        assert arena.sealed
+        store = Store.recover(arena.mm, arena.name)
+        assert values_in(store) == values[number]
+        store.release()
+        arena.unlink()
+        arena.close()
+
+
+@pytest.mark.parametrize("fails", ["set_access", "tell_events", "remove_old"])
 def test_issue_a_start_that_fails_leaves_the_arenas_to_the_next_one(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -226,26 +241,83 @@ def test_issue_a_start_that_fails_leaves_the_arenas_to_the_next_one(
     names = [name_of("gpu", number) for number in range(2)]
     values = [make_suspended(name, 20) for name in names]
     options = DataServerOptions("gpu", "", [0, 0], group=os.getegid(), events=MIB, warm=True)
-    owner = shm.OwnedSegment if fails == "set_access" else OwnedArena
+    owner = {"set_access": shm.OwnedSegment, "tell_events": OwnedArena, "remove_old": ipc_segments}[fails]
     real = getattr(owner, fails)
 
-    def once(self: OwnedArena, *arguments: object, **more: object) -> None:
-        if self.name == names[1]:
+    def once(of: Any, *arguments: object, **more: object) -> None:
+        if fails == "remove_old" or of.name == names[1]:
             raise SegmentError("refused")
-        real(self, *arguments, **more)
+        real(of, *arguments, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, fails, once)
         with pytest.raises(SegmentError, match="refused"):
             ArenaStock(options, 98).take_over(CLUSTER)
     assert sorted(os.listdir(shm_dir)) == files_of(*names)
-    taken = ArenaStock(options, 99).take_over(CLUSTER)
-    assert sorted(taken) == [0, 1]
-    for number, arena in taken.items():
-        assert arena.sealed
-        store = Store.recover(arena.mm, arena.name)
-        assert values_in(store) == values[number]
-        store.release()
-        arena.unlink()
-        arena.close()
+    taken_again(options, values)
+    assert not os.listdir(shm_dir)
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_issue_a_move_that_finds_no_memory_goes_back(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, for_good: bool
+) -> None:
+    """What was moved ended with that start, and as one arena is no use without the others, so did all values.
+
+    Others take what is free in the middle of the second worker's; ``for_good``: and then all that is given back.
+    """
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 0.0)
+    monkeypatch.setattr(arena_files, "MOVE_BYTES", MIB)
+    names = [name_of("gpu", number) for number in range(2)]
+    values = [make_suspended(name, 20) for name in names]
+    options = DataServerOptions("gpu", "", [0, 0], group=os.getegid(), warm=True)
+    named = shm_dir / data_name(names[1])
+    whole, real, room, sealed = named.stat().st_blocks, os.pwrite, list[int](), list[int]()
+
+    def scarce(fd: int, data: memoryview, at: int) -> int:
+        if names[1] in os.readlink(f"/proc/self/fd/{fd}"):
+            left = named.stat().st_blocks
+            if not sealed:
+                sealed.append(fd)
+            held = left + os.fstat(sealed[0]).st_blocks
+            if not room and left < whole * 3 // 4:
+                room.append(held)
+            if room and (for_good or held + len(data) // 512 > room[0]):
+                raise OSError(12, "Cannot allocate memory")
+        return real(fd, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", scarce)
+        with pytest.raises(SegmentError, match="left; the next start has" if for_good else "stays where it is"):
+            ArenaStock(options, 98).take_over(CLUSTER)
+    assert room and sorted(os.listdir(shm_dir)) == files_of(*names)
+    assert bool(fit("gpu", 2)[0]) == (not for_good)
+    if not for_good:
+        taken_again(options, values)
+
+
+def test_issue_a_ring_that_cannot_be_removed_costs_no_value(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was removed first, and sealed data was put into its file after that only."""
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 0.0)
+    name = name_of("gpu")
+    values = [make_suspended(name, 20)]
+    options = DataServerOptions("gpu", "", [0], group=os.getegid(), events=MIB, warm=True)
+
+    def refuse(_: OwnedArena) -> None:
+        raise SegmentError("refused")
+
+    for end in ("of a start", "of a server"):
+        stock = ArenaStock(options, 98)
+        taken = stock.take_over(CLUSTER)
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnedArena, "drop_events", refuse)
+            if end == "of a start":
+                with pytest.raises(KeyError), stock.handing_over(taken):
+                    raise KeyError
+            else:
+                with pytest.raises(SegmentError, match="refused"):
+                    stock.keep(taken[0], None, Member("gpu", 98, [0]).order(0))
+                taken[0].close()
+        assert set(os.listdir(shm_dir)) >= set(files_of(name))
+    taken_again(options, values)
     assert not os.listdir(shm_dir)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from simm import dataserver, shm
-from simm.arena.layout import HEADER_BYTES, HOLD_LINES_BEFORE, SHARDS_BYTES, SLOTS_MIN, Geometry, State, Word
+from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, SLOTS_MIN, Geometry, State, Word
 from simm.arena.vault import Vault
 from simm.dataserver import DataServer
 from simm.errors import ConfigError, SegmentError
@@ -34,7 +34,7 @@ from simm.ipc.segments import (
 from simm.net.listeners import require_free
 from simm.net.sd_notify import Notifier
 from simm.server.arena_stock import ArenaStock
-from simm.server.children import Children
+from simm.server.children import Children, WorkerSlot
 from simm.server.options import DataServerOptions
 from simm.shm import AttachedSegment, data_name
 from tests.support.dose import dose
@@ -163,23 +163,6 @@ def test_an_arena_that_was_left_in_order_is_taken(shm_dir: Path, tmp_path: Path)
     taken, why = fit("gpu", 1)
     assert {number: left.name for number, left in taken.items()} == {0: name} and not why
     assert (taken[0].epoch, taken[0].size) == (5, 8 * MIB)
-    assert start_warm(name, tmp_path) == values
-
-
-@pytest.mark.parametrize("slots", [1024, 3000])
-def test_an_arena_with_an_earlier_builds_holds_is_taken(
-    shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
-) -> None:
-    """Of the same layout, with room for 1,024 holds beside a small table. Its sizes count, not this build's."""
-    name = name_of("gpu")
-    plan = Geometry.plan
-    with monkeypatch.context() as patch:
-        patch.setattr(Geometry, "plan", lambda size, slots=0: plan(size, slots, HOLD_LINES_BEFORE))
-        values = make_suspended(name, slots=slots)
-    with memoryview((shm_dir / name).read_bytes()[:HEADER_BYTES]).cast("Q") as words:
-        assert words[Word.HOLD_LINES] == 1024 != plan(8 * MIB, slots).hold_lines
-    taken, why = fit("gpu", 1, 8 * MIB, lambda _: slots)
-    assert {number: left.name for number, left in taken.items()} == {0: name} and not why
     assert start_warm(name, tmp_path) == values
 
 
@@ -571,6 +554,27 @@ def test_a_start_that_waits_ends_with_its_parent(
         start.third_look = end
         start.run()
         assert going == [True, False] and not start.asked and worker.poll() is None and start.looks == 3
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_issue_a_start_that_fails_before_its_workers_keeps_the_arenas(
+    shm_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """Only slots are cleaned up, and an arena was none yet: sealed data was lost, and a new arena stayed."""
+    if warm:
+        make_suspended(name_of("gpu"))
+    start = Start(monkeypatch, runtime_dir=str(tmp_path_factory.mktemp("run")), group=os.getegid(), memory=8 * MIB)
+    monkeypatch.setattr(DataServer, "_find_cluster", lambda _: CLUSTER)
+    monkeypatch.setattr(start.server, "_goes_on", lambda: True)
+
+    def fail(*_: object) -> None:
+        raise OSError(12, "no memory")
+
+    monkeypatch.setattr(WorkerSlot, "__init__", fail)
+    with pytest.raises(OSError, match="no memory"):
+        start.run()
+    assert sorted(os.listdir(shm_dir)) == (files_of(name_of("gpu")) if warm else [])
+    assert set(fit("gpu", 1)[0]) == ({0} if warm else set())
 
 
 def test_a_server_has_its_start_extended_while_it_waits_for_a_worker(
