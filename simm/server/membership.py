@@ -154,22 +154,25 @@ class Membership(Service):
     def find_cluster(self, epoch: int) -> None:
         """Begin to look for a manager and ask for its cluster, for ``found_cluster``. Do not join.
 
-        ``epoch``: of the newest map that one of the arenas has acted on. Gives up after ``join_timeout_s``.
+        ``epoch``: of the newest map that one of the arenas has acted on. Gives up after ``join_timeout_s``, but not
+        before a manager has been there for ``SILENT_S``.
         """
         self._asks = max(1, epoch)
         self._started = self.loop.clock()
-        self.loop.call_later(self.join_timeout_s, self._asked_in_vain)
+        self.loop.call_later(max(0.0, self.join_timeout_s - SILENT_S), self._asked_in_vain)
         self._connect()
 
-    def _asked_in_vain(self) -> None:
+    def _asked_in_vain(self, seen: Peer | None = None) -> None:
+        """Give up if the manager has been there since the last look, by the link ``seen``. Else look again."""
         if not self._asks or self._leaving:
             return
-        if self.peer is None:  # _lost gives up, unless the next link is made at once
-            self.loop.call_later(RECONNECT_S, self._asked_in_vain)
+        if self.peer is None or self.peer is not seen:  # a lost link ends the wait once time is up, see _lost
+            pause_s = RECONNECT_S if self.peer is None else SILENT_S
+            self.loop.call_later(pause_s, partial(self._asked_in_vain, self.peer))
         else:
             self.delegate.give_up(
-                f"manager {self._where} has not said for {self.join_timeout_s:.0f} s which cluster it is of, and there "
-                "is a suspended arena: start again when it is reachable and has its map"
+                f"manager {self._where} has not said within {self.join_timeout_s:.0f} s which cluster it is of, and "
+                "there is a suspended arena: start again when it is reachable and has its map"
             )
 
     def start(self) -> None:

@@ -577,7 +577,8 @@ def test_waits_for_a_manager_that_collects_its_map(manager: Manager, monkeypatch
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_gives_up_asking(manager: Manager, there: bool) -> None:
+def test_gives_up_asking(manager: Manager, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.1)
     manager.answers[M.MapGet] = None
     manager.answers[M.Ping] = (M.Pong(0), 0)
     house = asking(manager.address if there else nobody(), join_timeout_s=0.3)

@@ -59,14 +59,28 @@ def test_issue_what_cannot_be_packed_waits_for_no_answer(manager: Manager, house
     house.until(lambda: said, "the next one has its answer")
 
 
-def test_issue_a_link_that_is_down_when_time_is_up_is_no_reason_to_wait_on(manager: Manager, house: House) -> None:
+def test_issue_a_link_that_is_down_when_time_is_up_is_no_reason_to_wait_on(
+    manager: Manager, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody looked again: the server asked without end which cluster a manager is of that had no map."""
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.01)
     manager.answers[M.MapGet] = None
     house.membership.find_cluster(41)
     house.membership._asked_in_vain()  # as it is called by the clock, which is far from there in this test
     assert house.membership.peer is None and not house.gave_up
     house.until(lambda: house.gave_up, "giving up")
     assert "which cluster" in house.gave_up and house.membership.peer is not None
+
+
+def test_issue_a_manager_that_comes_as_time_is_up_is_listened_to(manager: Manager, house: House) -> None:
+    """The server gave up before the answer could come, and said that the manager had been silent all the time."""
+    house.membership.find_cluster(41)
+    house.membership._asked_in_vain()
+    house.until(lambda: house.membership.peer, "a link, by which nothing has come")
+    house.membership._asked_in_vain()
+    assert not house.gave_up and not house.membership.found_cluster
+    house.until(lambda: house.membership.found_cluster, "the answer")
+    assert not house.gave_up
 
 
 @pytest.mark.parametrize("lacks", [OSError(errno.ENOSPC, "no watches"), MemoryError()])
