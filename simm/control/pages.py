@@ -76,14 +76,17 @@ _WORKER: Final = {
         ("shards", "Shards owned."),
         ("shards_moving_in", "Shards owned whose values are still coming."),
         ("shards_moving_out", "Shards given away whose values are still being copied."),
-        ("moved_bytes", "Bytes copied from previous owners since the move began."),
+        (
+            "moved_bytes",
+            "Bytes copied from previous owners since the move began, of servers that are neither dead nor gone.",
+        ),
         ("capacity_bytes", "Bytes for values, of servers that are neither dead nor gone."),
         ("used_bytes", "Bytes in use, by the last heartbeat, of servers that are neither dead nor gone."),
         ("entries", "Values stored, by the last heartbeat, of servers that are neither dead nor gone."),
     )
 }  # fmt: skip
-#: Of those, what a server that is dead or has left does not hold. The manager remembers it for a day.
-_HELD: Final = ("capacity_bytes", "used_bytes", "entries")
+#: Of those, what a server that is dead or has left neither holds nor does. The manager remembers it for a day.
+_HELD: Final = ("moved_bytes", "capacity_bytes", "used_bytes", "entries")
 _GONE: Final = (NodeState.DEAD.value, NodeState.LEFT.value)
 #: All metrics of a manager, in their order.
 METRICS: Final = (

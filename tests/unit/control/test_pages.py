@@ -79,6 +79,7 @@ def test_issue_metrics_of_servers_that_are_gone_were_memory_for_a_day(monkeypatc
     for name, servers in (
         ("shards", ["running", "suspect", "dead", "left"]), ("capacity_bytes", ["running", "suspect"]),
         ("used_bytes", ["running", "suspect"]), ("entries", ["running", "suspect"]),
+        ("moved_bytes", ["running", "suspect"]),
     ):  # fmt: skip
         found = [line.split('"')[1] for line in lines if line.startswith(f"simm_worker_{name}{{")]
         assert found == servers, name

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from simm.control import status_page
 from simm.control.events import EVENTS_MAX, TEXT_MAX, EventLog
 from simm.manager import Manager
 from simm.net.loop import Loop
+from simm.tools.nodes import state_text
 from simm.wire.messages import Join, Status, WorkerInfo, WorkerLoad
 from tests.support.reports import report
 
@@ -192,3 +195,19 @@ def test_the_page_loads_nothing_and_makes_no_markup_of_text() -> None:
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", body) == ["data:,", "api/v1/status", "metrics"]
     for sink in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", " style=", " onc"):
         assert sink not in body
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js to run the page's script")
+def test_issue_the_page_says_of_a_drained_server_that_it_is_gone() -> None:
+    """A server that died while it was to be drained was shown as drained, as one that may be stopped without a loss."""
+    body = status_page.page().body
+    (function,) = re.findall(r"^function stateText\(.*?^}$", body, re.DOTALL | re.MULTILINE)
+    assert body.count("stateText(node)") == 2, "what the table shows"
+    nodes = [
+        {"state": state.value, "draining": draining, "drained": drained}
+        for state in NodeState for draining, drained in ((False, False), (True, False), (True, True))
+    ]  # fmt: skip
+    script = f"{function}\nconsole.log(JSON.stringify({json.dumps(nodes)}.map(stateText)))"
+    ran = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    shown = dict(zip([json.dumps(node) for node in nodes], json.loads(ran.stdout), strict=True))
+    assert shown == {json.dumps(node): state_text(node) for node in nodes}, "as the commands say"
