@@ -41,7 +41,7 @@ from ..constants import ARENA_BYTES_MIN, PAGE_BYTES, SET_BYTES, SHARD_COUNT, SLA
 from ..errors import SegmentError, UsageError
 
 MAGIC: Final = int.from_bytes(b"SiMMaren", "little")
-LAYOUT_VERSION: Final = 5
+LAYOUT_VERSION: Final = 6
 
 HEADER_BYTES: Final = PAGE_BYTES
 SHARDS_BYTES: Final = SHARD_COUNT * 8
@@ -158,8 +158,6 @@ SESSION_LINES_MAX: Final = 4096
 HOLD_LINES_MAX: Final = 65_536
 #: More than a quarter of the slots would let a session pin most of a table that is made for few, large values.
 HOLD_LINES_MIN: Final = 256
-#: Fewest hold lines of an arena that an earlier build has made.
-HOLD_LINES_BEFORE: Final = 1024
 
 
 #: Slots for each chunk that fits, as a fraction. Two-choice hashing into sets of 8 has both sets full for 13 of 1,000
@@ -232,7 +230,7 @@ class Geometry(NamedTuple):
         return self.size - self.data_offset
 
     @classmethod
-    def plan(cls, size: int, slots: int = 0, hold_lines_min: int = HOLD_LINES_MIN) -> Geometry:
+    def plan(cls, size: int, slots: int = 0) -> Geometry:
         """Return the layout of an arena of ``size`` bytes in all. ``slots`` 0 means those for values of a page.
 
         So with values of 4 KiB the data region fills first, and the table takes 2.2 % of the memory. Raises UsageError
@@ -253,7 +251,7 @@ class Geometry(NamedTuple):
             visited_offset=0,
             ledger_offset=_round_up(slots_offset + sets * SET_BYTES, PAGE_BYTES),
             session_lines=min(SESSION_LINES_MAX, max(256, sets * WAYS // 8)),
-            hold_lines=min(HOLD_LINES_MAX, max(hold_lines_min, sets * WAYS // 4)),
+            hold_lines=min(HOLD_LINES_MAX, max(HOLD_LINES_MIN, sets * WAYS // 4)),
             data_offset=0,
             data_bytes=0,
         )
@@ -275,8 +273,8 @@ class Geometry(NamedTuple):
             words[at] = field
 
     def is_planned(self) -> bool:
-        """Return True if a build that writes this layout has chosen these sizes, this build or an earlier one."""
-        return any(self == self.plan(self.size, self.slots, least) for least in (HOLD_LINES_MIN, HOLD_LINES_BEFORE))
+        """Return True if a build that writes this layout has chosen these sizes."""
+        return self == self.plan(self.size, self.slots)
 
     @classmethod
     def read(cls, words: memoryview, size: int, name: str) -> Geometry:

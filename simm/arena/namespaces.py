@@ -29,12 +29,9 @@ an arena that is not full, would then keep every new name out for as long as not
 
 Who is bound to a name without a place stores nothing, and so does everybody where that name has a quota. Nor is
 anything stored there once a namespace has an epoch: an advance reaches values by their namespace's number. The line of
-OTHERS_NAMESPACE then has the epoch NEVER, with which no digest ends. So it has advanced like any other: its values are
-dropped before the worker acknowledges the epoch, and what streams and movers still commit there is refused.
-
-A worker makes that line before all others. In an arena of an earlier build such values went to the default namespace,
-so they may be there if lines were ever few. That arena has no line for others, and each first advance drops the
-default namespace's values, too.
+OTHERS_NAMESPACE then has the epoch NEVER, with which no digest ends that a map leads to. So it has advanced like any
+other: its values are dropped before the worker acknowledges the epoch, and what streams and movers still commit there
+is refused. A worker makes that line before all others, so that it is always there.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
+from ..constants import OTHERS_NAMESPACE
 from ..errors import CapacityError
 from .events.ring import NAMESPACE, EventRing
 from .hashing import TAG_AT, tag_of
@@ -126,8 +123,6 @@ class NamespaceTable:
         self.clock: Callable[[], int] = lambda: 0
         #: Numbers whose older entries a predecessor may have left undropped.
         self._unswept: set[int] = set()
-        #: An earlier build may have stored values of names without a line as those of the default namespace.
-        self._crowded = False
         #: Where others are told which namespaces advance (``arena/events/ring.py``); None: nobody is.
         self.events: EventRing | None = None
 
@@ -141,7 +136,7 @@ class NamespaceTable:
         return number
 
     def _add(self, name: str) -> int:
-        if not self._free or (name == OTHERS_NAMESPACE and self._crowded):
+        if not self._free:
             raise CapacityError(f"an arena has at most {NAMESPACES} namespaces at a time")
         number = self._free.popleft()
         line = line_of(number)
@@ -188,7 +183,7 @@ class NamespaceTable:
         """
         notes = []
         self._kept.clear()
-        for name in names if self._crowded else (OTHERS_NAMESPACE, *names):
+        for name in (OTHERS_NAMESPACE, *names):
             try:
                 self._kept.add(self.number(name))
             except CapacityError as exc:
@@ -258,7 +253,8 @@ class NamespaceTable:
         """
         first, self._unswept = self._unswept, set()
         for name, epoch in epochs.items():
-            if epoch <= self._epochs.get(name, 0):
+            # A manager of another build may name OTHERS_NAMESPACE. Its epoch is NEVER, and no other.
+            if name == OTHERS_NAMESPACE or epoch <= self._epochs.get(name, 0):
                 continue
             self._epochs[name] = epoch
             number = self._numbers.get(name)
@@ -270,10 +266,8 @@ class NamespaceTable:
             if number is None:
                 with contextlib.suppress(CapacityError):
                     self.number(name)
-            if not known and self._crowded and DEFAULT_NAMESPACE in self._numbers:
-                first.add(self._numbers[DEFAULT_NAMESPACE])
         others = self._numbers.get(OTHERS_NAMESPACE)
-        if epochs and others is not None and others not in self.tags:
+        if self._epochs and others is not None and others not in self.tags:
             self._store_epoch(others, NEVER)
             first.add(others)
         return first
@@ -365,9 +359,6 @@ class NamespaceTable:
                 self._until_ns = max(self._until_ns, self._words[line * _LINE_WORDS + LEASE_WORD])
         self._free = deque(sorted(free))
         self._unswept = set(self.tags)
-        # Places are freed only where there were few.
-        few = len(free) < FREE_LINES_MIN or any(number >> _LINE_BITS for number in (*free, *self.names))
-        self._crowded = few and OTHERS_NAMESPACE not in self._numbers
         self.mend()  # the predecessor may have died before it had shown an epoch
         return notes
 
@@ -424,8 +415,8 @@ class StaleEntries:
         for number in self._namespaces.wrapping(epochs):
             self._drop_all(number)
         first = self._namespaces.take_epochs(epochs)
-        if not first and before == self._namespaces.epochs():
-            return
+        if not self._table.entries or (not first and before == self._namespaces.epochs()):
+            return  # nothing is old: what is committed from now on has these epochs
         self.first |= first
         if self._at and self.due:
             self._later |= first

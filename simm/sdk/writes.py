@@ -123,11 +123,12 @@ class Puts:
         target = router.route[shard_of(digest)]
         name = "" if target is None else f"{target.info.node}/{target.info.worker}"
         if status == Status.NO_SPACE:
-            return f"no room at {name}: all that could be evicted is in use, or its arena is too small for this value"
+            small = "its arena is too small for this value, or has no place for its namespace"
+            return f"no room at {name}: all that could be evicted is in use, or {small}"
         if status == Status.WRONG_OWNER:
             return "the key's shard is moving, and no server took the value within the deadline"
         if status == Status.OVER_QUOTA:
-            return f"the values of this namespace hold all that its quota allows at {name}"
+            return f"the values of this namespace hold all that its quota allows at {name}, or it has no place there"
         if status == Status.OLD_EPOCH:
             router.subscription.refresh()
             return "the namespace has advanced since the call began"

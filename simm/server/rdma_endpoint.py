@@ -45,6 +45,7 @@ from typing import Any, Final
 from ..arena.marks.near import COMMIT_NEAR
 from ..arena.sessions import check_wants
 from ..config.tokens import Token
+from ..constants import OTHERS_NAMESPACE
 from ..errors import NotSentError, RemoteProtocolError, SimmError, TransportError
 from ..ipc.answer_wait import HungUp, committed
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
@@ -225,6 +226,10 @@ class Endpoint(Service):
         proto = accept(msg, "server", lease.gate)
         if isinstance(proto, Refusal):
             peer.refuse(request_id, proto.text, proto.status)
+            return
+        if msg.namespace == OTHERS_NAMESPACE:
+            text = f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several"
+            peer.refuse(request_id, text, Status.BAD_REQUEST)
             return
         if lease.gate.bound:
             text = f"{lease.gate.token} is bound to namespaces, and RDMA reads the whole arena: use TCP"

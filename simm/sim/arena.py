@@ -34,6 +34,11 @@ class Slots:
         self._marks: dict[int, int] = {}
         self._free = list(range(slots))
 
+    @property
+    def entries(self) -> int:
+        """Return how many slots have entries."""
+        return len(self._entries)
+
     def take(self, digest: bytes, namespace: int = 0, flags: int = 0) -> None:
         """Give an entry a slot, unless it has one."""
         slot = self._by_digest.get(digest, -1)

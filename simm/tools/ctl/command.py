@@ -127,7 +127,7 @@ def _check_named(arguments: argparse.Namespace) -> None:
         setattr(arguments, name, getattr(arguments, name) or "")
     namespaces = {"keys": arguments.words[1:], "why": arguments.words}.get(arguments.what, [])
     for word in namespaces:
-        check_namespace(word)
+        entries.check_name(word)
 
 
 def _look(settings: Settings, arguments: argparse.Namespace, meant: Meant) -> Shown:
@@ -251,7 +251,7 @@ def _local(what: str, words: Sequence[str], asked: Sequence[Asked], most: int | 
 def _evict(settings: Settings, arguments: argparse.Namespace) -> int:
     namespace = cluster.one_word(arguments.words, "evict NAMESPACE")
     if namespace != "*":
-        check_namespace(namespace)  # before anything is asked
+        entries.check_name(namespace)  # before anything is asked
     asked = Meant(settings).to_change(ask_all(settings.runtime_dir, arguments.server, settings.server_uid))
     require_one(asked)
     rows = entries.evict(

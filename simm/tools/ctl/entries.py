@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arena.hashing import check_namespace
+from ...constants import OTHERS_NAMESPACE
 from ...errors import TransportError, UsageError
 from ...ipc.arena_lister import Lister
 from ...net.channel import Channel
@@ -37,6 +38,12 @@ _COLUMNS: Final = ("stored", "low", "high", "length")
 ORDERS: Final = ("sample", "hot", "large", "old", "new")
 
 Rows = NDArray[np.void]
+
+
+def check_name(namespace: str) -> None:
+    """Raise UsageError for what no values are of: no namespace's name, nor that of all without a place in an arena."""
+    if namespace != OTHERS_NAMESPACE:
+        check_namespace(namespace)
 
 
 def pages(lister: Lister) -> Iterator[tuple[Rows, NDArray[np.bool_]]]:
@@ -130,7 +137,7 @@ def evict(
     Raises UsageError for what is no namespace's name, also for an empty one: it does not mean all.
     """
     if namespace is not None:
-        check_namespace(namespace)
+        check_name(namespace)
     found = []
     for each in asked:
         row: dict[str, Any] = {"worker": each.name, "found": 0, "bytes": 0, "evicted": 0, "reason": each.why}

@@ -125,6 +125,7 @@ def test_digests_end_with_their_epoch() -> None:
 
 
 def test_an_advance_hides_all_older_values_at_once(bench: Bench) -> None:
+    assert bench.put(Hasher("plain")("key")) == Status.OK
     bench.advance(5)
     assert bench.store.stale.first, "there may be values without an epoch"
     bench.sweep()
@@ -137,7 +138,7 @@ def test_an_advance_hides_all_older_values_at_once(bench: Bench) -> None:
     assert not any(map(bench.found, first)) and bench.store.table.entries == 300
     assert bench.put(second[0]) == Status.OK and bench.found(second[0])
     bench.sweep()
-    assert bench.store.table.entries == 1 and bench.store.stale.dropped == 299 + 1
+    assert bench.store.table.entries == 1 and bench.store.stale.dropped == 1 + 299 + 1
     bench.advance(4)
     assert bench.found(second[0]), "an older epoch changes nothing"
 
@@ -382,6 +383,7 @@ def test_issue_a_first_advance_ends_whatever_else_advances(bench: Bench, blocks:
     other = bench.store.sessions.open(1, 1, "late")
     for number, session in enumerate((bench.session, other) * 100):
         assert bench.put(Hasher("plain")(f"{number}"), session=session) == Status.OK
+    assert bench.put(Hasher("stays")("key"), session=bench.store.sessions.open(1, 1, "stays")) == Status.OK
     stale, names = bench.store.stale, {NAME: 5, "a": 5}
     bench.advance(5, "a")
     bench.sweep()
@@ -405,7 +407,7 @@ def test_issue_a_first_advance_ends_whatever_else_advances(bench: Bench, blocks:
     assert len(firsts) == 2 and not stale.first and not plain_left(bench, other)
     assert stale.due, "the values of the one that goes on advancing are looked for again"
     bench.sweep()
-    assert bench.store.table.entries == 0
+    assert bench.store.table.entries == 1
     check(bench.store)
 
 
@@ -521,30 +523,17 @@ def test_issue_a_lease_ends_with_its_cluster(bench: Bench) -> None:
     assert bench.found(digests(7)[0])
 
 
-def test_the_default_namespace_loses_its_values_at_a_first_advance_only(bench: Bench) -> None:
-    """An earlier build had no line for some name. But the one that advances has had one since its first advance."""
-    spaces = bench.store.ledger.namespaces
-    default = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
-    with pytest.raises(CapacityError):
-        for number in range(NAMESPACES):
-            spaces.number(f"name {number}")
-    spaces.begin_sweep([bench.session.namespace, default.namespace])
-    assert spaces.end_sweep() > 200
-    assert bench.put(Hasher("no room")("key"), session=default) == Status.OK
-    bench.store.sessions.end(default)
-    bench.succeed()
-    default = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
-    bench.advance(5, "late")
+def test_issue_an_arena_without_values_takes_its_first_epochs_at_once(bench: Bench) -> None:
+    """It looked through its table for values of names without a place, and acknowledged its first map after that."""
+    assert not bench.store.ledger.namespaces.keep([])
+    bench.advance(5)
+    assert not bench.store.stale.first and not bench.store.stale.due
+    assert bench.put(digests(0)[0]) == Status.OLD_EPOCH and bench.put(digests(5)[0]) == Status.OK
+    assert bench.found(digests(5)[0])
+    bench.advance(6)
+    assert bench.store.stale.due
     bench.sweep()
-    assert not bench.found(Hasher("no room")("key"))
-    assert bench.put(Hasher(DEFAULT_NAMESPACE)("kept"), session=default) == Status.OK
-    for epoch in (6, 7):
-        bench.advance(epoch, "late")
-        bench.sweep()
-    bench.succeed()
-    bench.advance(8, "late")
-    bench.sweep()
-    assert bench.found(Hasher(DEFAULT_NAMESPACE)("kept"))
+    assert bench.store.table.entries == 0
 
 
 def test_a_successor_shows_the_epoch_that_its_predecessor_had_stored(bench: Bench) -> None:

@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
+from simm.arena.hashing import tag_of
 from simm.arena.layout import NAMESPACE_LINE_BYTES, NAMESPACES
-from simm.arena.namespaces import FREE_LINES_MIN, GENERATIONS, NamespaceTable, Sweep, Sweeper, line_of, names_line
+from simm.arena.namespaces import (
+    FREE_LINES_MIN,
+    GENERATIONS,
+    NEVER,
+    NamespaceTable,
+    Sweep,
+    Sweeper,
+    line_of,
+    names_line,
+)
 from simm.arena.reader import ArenaReader
 from simm.arena.sessions import Session
 from simm.arena.store import Store
@@ -356,24 +366,36 @@ def test_a_freed_line_leaves_no_epoch_behind() -> None:
     assert table.tags == {} and table.epochs() == {}
 
 
-@pytest.mark.parametrize("build", ["this", "earlier"])
-def test_issue_the_default_namespace_keeps_its_values_when_others_advance(build: str) -> None:
+def test_issue_the_default_namespace_keeps_its_values_when_others_advance() -> None:
     """A line was freed once, so there may have been too few. Values of names without one went to the default one."""
     memory = memoryview(bytearray(NAMESPACES * NAMESPACE_LINE_BYTES))
     table = NamespaceTable(memory)
-    if build == "this":
-        assert table.keep([]) == []
+    assert table.keep([]) == []
     default, mine, freed = (table.number(name) for name in (DEFAULT_NAMESPACE, "mine", "freed"))
     table.begin_sweep([default, mine])
     assert table.end_sweep() == 1 and freed not in table.names
     for _ in range(2):  # a worker's death changes nothing
         table = NamespaceTable(memory)
         assert table.recover() == [] and table.keep([]) == []
-        if build == "this":
-            others = table.number(OTHERS_NAMESPACE)
-        else:
-            with pytest.raises(CapacityError):
-                table.number(OTHERS_NAMESPACE)
-            others = default
+        others = table.number(OTHERS_NAMESPACE)
     assert table.take_epochs({"mine": 5}) == {mine, others}
     assert table.take_epochs({"mine": 6}) == set() and table.epochs() == {"mine": 6}
+
+
+def test_issue_names_without_a_place_have_one_where_places_were_freed() -> None:
+    """They had none in an arena that had used a line twice: what came for them was refused, with 255 lines free."""
+    memory = memoryview(bytearray(NAMESPACES * NAMESPACE_LINE_BYTES))
+    table = NamespaceTable(memory)
+    table._free_line(table.number("freed"))
+    table = NamespaceTable(memory)
+    assert table.recover() == [] and table.number(OTHERS_NAMESPACE) in table.names
+
+
+def test_issue_an_epoch_of_names_without_a_place_is_never() -> None:
+    """A manager of another build may let clients advance them. The line had that epoch, and digests may end with it."""
+    table = NamespaceTable(memoryview(bytearray(NAMESPACES * NAMESPACE_LINE_BYTES)))
+    assert table.keep([]) == []
+    mine, others = table.number("mine"), table.number(OTHERS_NAMESPACE)
+    assert table.take_epochs({OTHERS_NAMESPACE: 5}) == set() and not table.tags, "no namespace has advanced"
+    assert table.take_epochs({OTHERS_NAMESPACE: 6, "mine": 6}) == {mine, others}
+    assert table.tags == {mine: tag_of(6), others: tag_of(NEVER)} and table.epochs() == {"mine": 6}

@@ -8,6 +8,7 @@ from simm.cluster.epochs import DRIFT, FOR_EVER, LATE_S, Acknowledged, Lease, Na
 from simm.cluster.machine import Cluster
 from simm.cluster.nodes import Answer, Node, NodeState
 from simm.constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
+from simm.errors import CorruptionError
 from simm.wire.epoch_messages import Epochs, NamespaceEpoch
 from simm.wire.messages import Done, HeartbeatAck, MapOffer
 from tests.support.machine import answer, join
@@ -266,6 +267,14 @@ def test_what_was_advanced_before_a_lost_map_came_advances_again() -> None:
         cluster.maintain(0.5 + step / 4)
     after = dict(cluster.namespaces.table())["n"]
     assert cluster.cluster == old.cluster and after == cluster.epoch > old.epoch > before
+
+
+def test_issue_a_state_in_which_a_client_had_the_name_for_several_is_no_damaged_one() -> None:
+    """An earlier build let it advance. The manager called its state malformed, and did not start."""
+    found = NamespaceEpochs.from_state({OTHERS_NAMESPACE: [5, 1], "m": [6, 1]})
+    assert found.to_state() == {"m": [6, 1]}
+    with pytest.raises(CorruptionError, match="'n' is malformed"):
+        NamespaceEpochs.from_state({OTHERS_NAMESPACE: [5, 1], "n": [0, 1]})
 
 
 def test_a_text_names_a_few_servers_and_counts_the_others() -> None:

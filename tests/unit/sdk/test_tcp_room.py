@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simm.constants import SHARD_COUNT
 from simm.errors import TransportError
 from simm.ipc.grant_pool import RoomWait
 from simm.ipc.steps import Steps, finish
@@ -152,3 +153,14 @@ def test_of_a_duplicate_key_the_last_value_alone_is_sent_again(put: Callable[...
     tcp = Tcp([FULL, OK], [OK])
     assert put(tcp, [b"a", b"a"]) == [FULL, OK]
     assert len(tcp.sent) == 1
+
+
+@pytest.mark.parametrize("status", [Status.NO_SPACE, Status.OVER_QUOTA])
+def test_issue_a_namespace_without_a_place_is_among_the_reasons(status: Status) -> None:
+    """Its quota was said to be used up, of which it used nothing, or all memory to be in use."""
+    target = SimpleNamespace(info=SimpleNamespace(node="host", worker=0))
+    routes: Any = SimpleNamespace(router=SimpleNamespace(route=[target] * SHARD_COUNT))
+    options: Any = SimpleNamespace(checksum=False, deadline_s=60.0)
+    puts = Puts(routes, None, None, options, {"puts": 0, "put_failures": 0})  # type: ignore[arg-type]
+    puts.count([bytes(16)], [status])
+    assert "host/0" in puts.last_failure and "has no place" in puts.last_failure

@@ -126,3 +126,9 @@ def test_movers_bring_them_and_no_client_names_them(worker: WorkerThread) -> Non
     assert caught.value.status == Status.BAD_REQUEST
     with StreamThread(worker.path) as stream, pytest.raises(Refused, match="stands for several"):
         stream.channel(namespace=OTHERS_NAMESPACE)
+    with EndpointThread(worker.path, FakeNetwork(1)) as server:
+        channel = server.channel(hello=False)
+        with pytest.raises(Refused, match="stands for several") as caught:
+            greet(channel, Service.ENDPOINT, client_hello(Role.CLIENT, namespace=OTHERS_NAMESPACE), "")
+        assert caught.value.status == Status.BAD_REQUEST
+        channel.close()

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from simm.arena.layout import SLOT_FIELDS
-from simm.errors import TransportError
+from simm.constants import OTHERS_NAMESPACE
+from simm.errors import TransportError, UsageError
 from simm.net.channel import Channel
 from simm.tools.ctl import command, entries
 from simm.tools.ctl.tables import table
@@ -152,6 +153,20 @@ def test_issue_a_worker_that_refused_was_said_to_be_well(
     assert command.main(["evict", "a"]) == 1 and "it has refused 200" in capsys.readouterr().out
     answers[1] = Status.NOT_FOUND
     assert command.main(["evict", "a"]) == 0, "values that have gone meanwhile"
+
+
+def test_issue_values_of_names_without_a_place_are_shown_and_evicted(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arenas have them under one name, which no client may have. As the tools refused it, only all could be evicted."""
+    monkeypatch.setattr(Arena, "names", lambda _, numbers: dict.fromkeys(numbers, OTHERS_NAMESPACE))
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(command, "ask_all", lambda *_: [asked(rows(3))])
+    assert command.main(["keys", "old", OTHERS_NAMESPACE]) == 0
+    assert capsys.readouterr().out.count(OTHERS_NAMESPACE) == 3
+    assert command.main(["evict", OTHERS_NAMESPACE]) == 0 and numbers(worker.batches[0]) == [1, 2, 3]
+    with pytest.raises(UsageError, match="stands for several"):  # they have no epoch that a client may advance
+        command.main(["namespaces", "flush", OTHERS_NAMESPACE])
 
 
 @pytest.mark.parametrize(("dry", "most_bytes"), [(False, 64), (True, 8)])
