@@ -10,9 +10,10 @@ A replay that gets no answer, or only a part of one, is asked for again (:meth:`
 - For a hole, ``HOLE_ASKS`` times in all, from the first message that is missing. Nothing counts meanwhile, and nothing
   is forgotten. After that all is forgotten, and what comes counts. A publisher that has not answered the last question
   is asked once. Of an engine only failures without a new message count: one that answers part by part is asked for
-  each. A store's answer may have begun anew each time (``publish/outlet.py``).
-- Then for everything, up to ``ASKS_MAX`` questions without an answer. Such a question is *aside*: what comes meanwhile
-  counts, and is kept too. When the answer begins, all is forgotten for it, and what was kept follows it.
+  each. A message that another part had is not new. A store's answer may have begun anew each time
+  (``publish/outlet.py``).
+- Then for everything, up to ``ASKS_MAX`` questions without anything new. Such a question is *aside*: what comes
+  meanwhile counts, and is kept too. When the answer begins, all is forgotten for it, and what was kept follows it.
 - Once a publisher has said all that it keeps, it is not asked again, as it keeps the last messages only: one that it
   has not then it never has again.
 
@@ -41,7 +42,7 @@ log = logging.getLogger("simm.index.streams")
 #: Messages that wait for the end of a replay, and their bytes.
 PENDING_MAX: Final = 20_000
 PENDING_BYTES_MAX: Final = 4 * MESSAGE_BYTES_MAX
-#: Questions for a hole before all is forgotten, and questions in a row without a whole answer.
+#: Questions for a hole before all is forgotten, and questions in a row without a whole answer or anything new.
 HOLE_ASKS: Final = 4
 ASKS_MAX: Final = 16
 #: Blocks that are applied before others may ask the index: some milliseconds.
@@ -66,10 +67,12 @@ class Stream:
         self.replaying = False
         #: A replay was asked for, whose answer has not begun, and what comes counts meanwhile.
         self.aside = False
-        #: Replays that failed since the last whole answer, or the last part of an engine's.
+        #: Replays that failed since the last whole answer, or the last new part of an engine's.
         self.failures = 0
-        #: :attr:`next` when the replay was asked for.
+        #: :attr:`next` when the replay was asked for; None if that was for everything.
         self._asked: int | None = None
+        #: Number behind the last message that any part of an answer had since the last whole answer.
+        self._reached = 0
         #: Something was not applied: what comes next asks for no replay, but :meth:`retry` does.
         self.held = False
         #: The next failure has others after it before what was known is forgotten.
@@ -110,9 +113,9 @@ class Stream:
         It counts as a replay that failed: another one is asked for, after a longer pause each time. What comes until
         then counts, as far as it is applied. Others that fail until then count as the same one.
         """
-        failures, again = self.failures, self.held and not self.asking
+        failures, reached, again = self.failures, self._reached, self.held and not self.asking
         self._anew()
-        self.failures, self.held = failures, True
+        self.failures, self._reached, self.held = failures, reached, True
         if not again:
             self._count_failure()
 
@@ -176,8 +179,9 @@ class Stream:
         """Note that no answer came, or only a part of one."""
         if not self.asking:
             return
-        if self.replaying and self.next != self._asked and self.source.registration.type != "simm":
-            self._asked, self.failures, self._patient = self.next, 0, True
+        reached = (self.next or 0) if self.replaying and self.next != self._asked else 0
+        if reached > self._reached and self.source.registration.type != "simm":
+            self._reached, self.failures, self._patient = reached, 0, True
         self._failed()
         if self.aside or self.next is None or not self._patient or self.failures >= HOLE_ASKS:
             self._give_up()
@@ -213,7 +217,7 @@ class Stream:
             log.warning("none of %d replays of %r could be followed: it is asked no more", ASKS_MAX, told.instance)
 
     def _answered(self) -> None:
-        self.failures, self.held = 0, False
+        self.failures, self._reached, self.held = 0, 0, False
         self._settle()
 
     def _give_up(self) -> None:
@@ -244,7 +248,7 @@ class Stream:
             self.source.dense.clear()
         self.next, self._live, self.held = None, -1, False
         self.replaying = self.aside = self.source.stale = False
-        self.failures = 0
+        self.failures = self._reached = 0
         self._drop_kept()
 
     def _lose(self) -> None:

@@ -221,6 +221,46 @@ def test_an_answer_in_parts_is_asked_for_until_it_ends() -> None:
     assert _claims(index) == [3, 3, 3, 3, 0, 0] and stream.complete and not stream.source.lost
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["", "messages fail too"])
+def test_issue_an_answer_that_breaks_off_at_the_same_place_is_asked_for_a_while(fails: bool) -> None:
+    """Its beginning counted as new each time. It was asked for without an end, and all was forgotten for it."""
+    index, stream = _stream()
+    start, questions = stream.connected(), 0
+    while start is not None:
+        questions += 1
+        assert questions <= streams_module.ASKS_MAX
+        for number in range(start, 3):
+            stream.replayed(number, packed(stored(number)))
+        assert stream.message(8 + questions, packed(stored(3))) is None
+        stream.replay_failed()
+        if fails:
+            stream.failed()
+        start = stream.retry()
+    assert questions == streams_module.ASKS_MAX or fails
+    _take(stream, (9 + questions, packed(stored(4))))
+    assert not stream.asking and _claims(index)[4] == 3 and stream.source.lost
+    stream.disconnected()
+    assert stream.connected() == 0
+    stream.replayed(0, packed(stored(0)))
+    stream.replay_failed()
+    assert stream.failures == 1 and stream.retry() == 1, "another process has other messages"
+
+
+def test_after_a_hole_that_stayed_the_answer_for_all_may_come_in_parts() -> None:
+    """Its messages are older than the hole, and new all the same."""
+    _, stream = _stream()
+    stream.connected()
+    stream.replayed(9, packed(stored(0)))
+    stream.replay_ended()
+    assert _take(stream, (12, packed(stored(1)))) == [10]
+    _fail(stream)
+    assert stream.retry() == 0
+    for number in range(3, 9):
+        stream.replayed(number, packed(stored(2)))
+        stream.replay_failed()
+        assert stream.retry() == number + 1 and stream.failures == 1
+
+
 def test_parts_of_a_stores_answer_are_no_progress() -> None:
     """Each may be the beginning of another snapshot: then nothing of the store would count for long."""
     index = Blocks()
