@@ -62,6 +62,11 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if hasSuffix "Ti" . }}{{ mul $number 1048576 }}{{ else if hasSuffix "Gi" . }}{{ mul $number 1024 }}{{ else }}{{ $number }}{{ end -}}
 {{- end -}}
 
+{{- /* Bytes of a size as 4M. The schema admits ten digits: with more, an int64 that overflows could be within bounds. */ -}}
+{{- define "simm.bytes" -}}
+{{- mul (regexFind "^[0-9]+" . | int64) (get (dict "K" 1024 "M" 1048576 "G" 1073741824) (regexFind "[KMG]$" .) | default 1) -}}
+{{- end -}}
+
 {{- /* Mi of all arenas of a data server, whose values these are. auto is 80 % of the memory, at most. */ -}}
 {{- define "simm.arenasMib" -}}
 {{- if eq .arena "auto" -}}
@@ -138,6 +143,18 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- with .dataserver.settings -}}
 {{- if and .slots .value_size -}}
 {{- fail "dataserver.settings: slots and value_size both say how large the table is; give one of them" -}}
+{{- end -}}
+{{- with .value_size -}}
+{{- $bytes := include "simm.bytes" . | int64 -}}
+{{- if or (lt $bytes 1) (gt $bytes 67088384) -}}
+{{- fail (printf "dataserver.settings.value_size: %s is no size of a value; 1 to 65516K is" .) -}}
+{{- end -}}
+{{- end -}}
+{{- with .events -}}
+{{- $bytes := include "simm.bytes" . | int64 -}}
+{{- if and (ne . "0") (or (lt $bytes 1048576) (gt $bytes 4294967296)) -}}
+{{- fail (printf "dataserver.settings.events: %s is no size of a ring of events; 0 for none, or 1M to 4G is" .) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- /* "all" counts as one node here: the chart cannot tell how many there are. */ -}}
