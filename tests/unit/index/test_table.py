@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from simm.index import table as table_module
 from simm.index.table import BUCKET, EMPTY, GONE, Table
 from tests.support.dose import dose
 
@@ -71,6 +72,56 @@ def test_a_dict_finds_the_same(seed: int) -> None:
     model = _drive(table, seed, 40)
     assert len(model) > 20
     _check(table, model)
+
+
+@pytest.mark.parametrize("per_pass", [8, 16, 120])
+def test_a_table_that_is_rebuilt_in_passes_loses_nothing(monkeypatch: pytest.MonkeyPatch, per_pass: int) -> None:
+    """Entries that lie behind their homes are in a later pass than those, or in the first one."""
+    monkeypatch.setattr(table_module, "_PASS", per_pass)
+    table = Table({"value": np.uint64}, lambda owners: np.ones(len(owners), np.bool_), 128)
+    rng = random.Random(per_pass)
+    model = {(rng.getrandbits(40), rng.randrange(1, 5)): rng.getrandbits(64) for _ in range(760)}
+    slots, _ = table.find_or_add(*_arrays(list(model)))
+    table.columns["value"][slots] = np.array(list(model.values()), np.uint64)
+    homes = table._homes(*_arrays(list(model)))
+    assert table.slots == 1024 and (slots // BUCKET != homes).any()
+    for more in (0, 1000, 0, 0):
+        for pair in list(model)[::7]:
+            table.remove_one(table.find_one(*pair))
+            del model[pair]
+        table.rebuild(more)
+        assert table.used == table.entries
+        _check(table, model)
+
+
+def test_a_table_that_is_full_to_its_end_goes_on_at_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_PASS", 16)
+    table = _table()
+    monkeypatch.setattr(table, "_homes", lambda keys, owners: table._buckets - 1 - (keys % np.uint64(2)).view(np.int64))
+    monkeypatch.setattr(table, "_home", lambda key, owner: table._buckets - 1 - key % 2)
+    keys, owners = np.arange(1, 41, dtype=np.uint64), np.ones(40, np.uint32)
+    table.find_or_add(keys, owners)
+    assert (table.owners[:BUCKET] != EMPTY).all()
+    for more in (0, 500, 0):
+        table.rebuild(more)
+        assert table.entries == table.used == 40 and (table.keys[table.find(keys, owners)] == keys).all()
+        assert (table.find(keys + np.uint64(40), owners) < 0).all()
+
+
+def test_few_entries_are_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all, though those that have no room in the last bucket are in the first pass: their homes are behind all."""
+    monkeypatch.setattr(table_module, "_PASS", 128)
+    table = Table({"value": np.uint64}, lambda owners: np.ones(len(owners), np.bool_), 128)
+    keys = np.arange(1, 1 << 14, dtype=np.uint64)
+    homes = table._homes(keys, np.ones(len(keys), np.uint32))
+    keys = np.concatenate((keys[homes == 127][:20], keys[homes < 127][:500]))
+    table.find_or_add(keys, np.ones(len(keys), np.uint32))
+    assert (table.owners[:BUCKET] != EMPTY).all(), "the last ones are here"
+    placed = []
+    place = table._place
+    monkeypatch.setattr(table, "_place", lambda key, owner: (placed.append(key), place(key, owner))[1])
+    table.rebuild()
+    assert 12 <= len(placed) < 200 and (table.find(keys, np.ones(len(keys), np.uint32)) >= 0).all()
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3, 7])
