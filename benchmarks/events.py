@@ -1,7 +1,7 @@
 """Measure events: what the ring costs a PUT, and how long an index takes to be complete again.
 
     python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60, --burst 6000
-    python benchmarks/events.py cost | put | parts | restart
+    python benchmarks/events.py cost | put | parts | restart | memory
 
 *Cost*: a store in this process, with its ring and without in turns of some thousand PUTs each, as a busy worker takes
 between two heartbeats: commits in batches of one, grants in batches of 32, and a heartbeat after each turn. The arena
@@ -17,6 +17,9 @@ what the other difference is worth.
 *Restart*: a data server with so many values. An index begins anew while ``simm events`` runs; then ``simm events``
 begins anew while an index runs. Each time: until the index is complete and has as many blocks as the store has entries.
 ``simm events`` is a process of its own, the index a thread of this one.
+
+*Memory*: what a publisher needs for one worker with so many values, which are made up: the most at a time (VmHWM), what
+stays (VmRSS), and the processor time and the longest step of a look. Not in all, as others would be counted too.
 
 Needs the extra ``simm-store[index]`` for the restarts. Leaves nothing behind.
 """
@@ -184,23 +187,24 @@ def events(at: tuple[str, str], server: str) -> Iterator[subprocess.Popen[str]]:
 
 def parts(blocks: int) -> None:
     """Print the processor time of each part of a restart, without sockets and without waiting for a core."""
-    from simm.arena.events.follow import CHANGE_FIELDS, Step
-    from simm.arena.events.listing import ENTRY_FIELDS
+    from simm.arena.events.follow import CHANGE_FIELDS, LOOK_SLOTS, Step
+    from simm.arena.events.ring import STORED
     from simm.index.blocks import Blocks
     from simm.index.events import decode
     from simm.index.publish.claims import Claims
     from simm.index.publish.messages import snapshot
     from simm.index.sources import Registration
 
-    rows = np.zeros(blocks, ENTRY_FIELDS)
+    rows = np.zeros(blocks, CHANGE_FIELDS)
     rows["low"] = np.random.default_rng(1).integers(1, 1 << 64, blocks, np.uint64)
-    step = Step(rows, np.zeros(0, CHANGE_FIELDS))
+    rows["operation"] = STORED
     found = []
     for _ in range(5):
         claims, index = Claims(lambda owner, number: "default"), Blocks()
         source = index.register(Registration("pool", "m", "simm"))
         times = [time.process_time()]
-        claims.take(1, step)
+        for start in range(0, blocks, LOOK_SLOTS):
+            claims.take(1, Step(rows[start : start + LOOK_SLOTS]))
         times.append(time.process_time())
         told = snapshot("rfc1527", claims.all(), "host")
         times.append(time.process_time())
@@ -232,7 +236,9 @@ def restart(blocks: int) -> None:
             count = min(4096, blocks - start)
             client.put_many([f"key {number}" for number in range(start, start + count)], [bytes(64)] * count)
         (name,) = told_by_servers(cluster.name)
-        here = len(EventFile(name).step().whole)  # type: ignore[arg-type]
+        file, here = EventFile(name), 0
+        while file.follower.due:
+            here += len(file.step().records)
         print(f"{here:,} entries")
 
         index = Blocks()
@@ -266,9 +272,54 @@ def restart(blocks: int) -> None:
         publishers.close()
 
 
+def memory(blocks: int) -> None:
+    """Print what looks and a snapshot take, without sockets."""
+    from simm.arena.events.follow import Follower
+    from simm.arena.events.listing import ENTRY_FIELDS
+    from simm.arena.events.ring import RING_BYTES_MIN, RingReader
+    from simm.index.publish.claims import Claims
+    from simm.index.publish.messages import messages, snapshot
+
+    class Full:
+        slots = blocks
+
+        def page(self, start: int, stop: int) -> np.ndarray:
+            rows = np.ones(stop - start, ENTRY_FIELDS)
+            rows["low"] = np.random.default_rng(start).integers(1, 1 << 64, len(rows), np.uint64)
+            rows["slot"] = np.arange(start, stop)
+            return rows
+
+        def some(self, slots: np.ndarray) -> np.ndarray:
+            return np.zeros(0, ENTRY_FIELDS)
+
+    def resident(which: str) -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith(which))
+
+    ring = memoryview(np.zeros(RING_BYTES_MIN // 8, np.uint64)).cast("B")
+    EventRing(ring)
+    before = resident("VmRSS")
+    follower, claims = Follower(RingReader(ring), Full()), Claims(lambda owner, number: "default")
+    for what in ("first", "next"):
+        follower._page = -1  # as after a gap
+        began, longest = time.process_time(), 0.0
+        while follower.due:
+            step = time.process_time()
+            for _ in messages("rfc1527", claims.take(1, follower.step()), "host"):
+                pass
+            longest = max(longest, time.process_time() - step)
+        took = (time.process_time() - began) / blocks
+        most, kept = ((resident(name) - before) / blocks for name in ("VmHWM", "VmRSS"))
+        print(f"the {what} look: {1e6 * took:.2f} us a value, the longest step {1e3 * longest:.0f} ms; at most "
+              f"{most:.0f} bytes a value, then {kept:.0f}")  # fmt: skip
+    told = snapshot("rfc1527", claims.all(), "host")
+    print(f"a snapshot: {sum(map(len, told)) / blocks:.1f} bytes a value; at most "
+          f"{(resident('VmHWM') - before) / blocks:.0f} with it")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "put", "parts", "restart"])
+    parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "put", "parts", "restart", "memory"])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--burst", type=int, default=6000)
@@ -282,6 +333,8 @@ def main() -> None:
         parts(arguments.blocks)
     if arguments.what in ("all", "restart"):
         restart(arguments.blocks)
+    if arguments.what == "memory":
+        memory(arguments.blocks)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 
 from simm.arena.events.follow import Follower, MappedTable, Step
-from simm.arena.events.listing import entries
+from simm.arena.events.listing import entries_between
 from simm.arena.events.ring import (
     CLOSED,
     NAMESPACE,
@@ -36,6 +39,26 @@ def attach_to(store: Store, memory: memoryview) -> EventRing:
     return ring
 
 
+def told(memory: memoryview) -> type[Store]:
+    """Return a store that tells this ring, as workers and their successors do."""
+
+    class Told(Store):
+        @classmethod
+        def create(cls, *args: Any, **options: Any) -> Store:
+            store = super().create(*args, **options)
+            attach_to(store, memory)
+            return store
+
+        @classmethod
+        def recover(cls, *args: Any, **options: Any) -> Store:
+            EventRing(memory).anew()
+            store = super().recover(*args, **options)
+            attach_to(store, memory)
+            return store
+
+    return Told
+
+
 def digest_in(row: np.void) -> bytes:
     """Return the digest of a record or an entry."""
     return int(row["low"]).to_bytes(8, "little") + int(row["high"]).to_bytes(8, "little")
@@ -43,26 +66,23 @@ def digest_in(row: np.void) -> bytes:
 
 def listed(reader: ArenaReader) -> Claims:
     """Return what an arena has now."""
-    return {digest_in(row): (int(row["size"]), int(row["namespace"])) for row in entries(reader)}
+    rows = entries_between(reader, 0, reader.geometry.slots)
+    return {digest_in(row): (int(row["size"]), int(row["namespace"])) for row in rows}
 
 
 def apply(claims: Claims, step: Step) -> None:
-    """Add a step up, one record at a time."""
-    if step.whole is not None:
-        claims.clear()
-        claims.update((digest_in(row), (int(row["size"]), int(row["namespace"]))) for row in step.whole)
-    for row in step.records:
-        operation, size = int(row["operation"]), int(row["size"])
+    """Add a step up, one record after the other; those of shards that are side by side at once, as they are many."""
+    for operation, run in itertools.groupby(step.records, key=lambda row: int(row["operation"])):
         if operation == STORED:
-            claims[digest_in(row)] = size, int(row["namespace"])
+            claims.update((digest_in(row), (int(row["size"]), int(row["namespace"]))) for row in run)
         elif operation == REMOVED:
-            claims.pop(digest_in(row), None)
-        elif operation == SHARD:
-            for digest in [each for each in claims if int.from_bytes(each[:2], "little") % 16384 == size]:
-                del claims[digest]
-        elif operation == NAMESPACE:
-            for digest in [each for each, (_, namespace) in claims.items() if namespace == size]:
-                del claims[digest]
+            for row in run:
+                claims.pop(digest_in(row), None)
+        elif operation in (SHARD, NAMESPACE):
+            lost = {int(row["size"]) for row in run}
+            for digest, (_, namespace) in list(claims.items()):
+                if (int.from_bytes(digest[:2], "little") % 16384 if operation == SHARD else namespace) in lost:
+                    del claims[digest]
         elif operation == CLOSED:
             claims.clear()
         else:
@@ -77,11 +97,15 @@ class Watcher:
         self.follower = Follower(RingReader(memory), MappedTable(reader))
         self.claims: Claims = {}
 
+    def step(self) -> Step:
+        """Apply one step, and return it."""
+        step = self.follower.step()
+        apply(self.claims, step)
+        return step
+
     def catch_up(self) -> Claims:
         """Apply all there is."""
         for _ in range(100):
-            step = self.follower.step()
-            apply(self.claims, step)
-            if step.empty and not self.follower.due:
+            if self.step().empty and not self.follower.due:
                 return self.claims
         raise AssertionError("the follower never comes to an end")

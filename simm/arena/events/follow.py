@@ -1,22 +1,40 @@
-"""Follow a worker's ring of events: the whole table once, then what changes, and the table again after a gap.
+"""Follow a worker's ring of events: first the table, a page at a time, then what changes, and the table after a gap.
 
 Whoever adds up the steps of a :class:`Follower` has, after each of them, entries that could all be read at the moment
-of its end; and all entries that the worker has told, once it has told everything. (With a ring of more than 32 MiB a
-step may be behind by what does not fit ``STEP_READS`` reads: 4 million records in the time of a copy. What went then is
-claimed until the next step.)
+of its end; and all entries that the worker has told, once it has told everything and the follower is not ``due``. (With
+a ring of more than 32 MiB a step may be behind by what does not fit ``STEP_READS`` reads: 4 million records. What went
+then is claimed until the next step. After a gap, or a worker's death, what was claimed before stays so until the first
+pass of the look comes to its slot.)
 
-The table at a sequence number
-------------------------------
-The worker writes on while the table is copied. So the copy is of no single moment, and the records put it right:
+No step is long: each takes the records that are new, and one page of the table while a look lasts. So a look needs the
+memory of a page, and who follows does other things between two steps.
 
-    1  S = HEAD
-    2  copy the table
-    3  apply, in order, all records from S - LOOKBACK on, up to HEAD as it is by now
+A page at a sequence number
+---------------------------
+The worker writes on while a page is copied. So the copy is of no single moment, and the records put it right:
 
-Each record says what is true of one slot (or of a shard, or of a namespace) from then on, whatever was before. So it
-does no harm to apply one whose effect the copy has. What went after (1) has a record that (3) applies. What was told
-before (1), and went only after it was copied, is within ``LOOKBACK`` records before S: a worker tells no more than that
-in advance. An entry that comes during (2) is copied, or told later.
+    1  all records before S have been applied, and B = HEAD
+    2  copy the page
+    3  leave out what the records from B - LOOKBACK to S, applied in order, say is gone
+    4  leave out the slots of which a record from S on tells, up to HEAD as it is by now
+    5  claim the rest, and apply the records from S on
+
+Each record says what is true of one slot (or of a shard, or of a namespace) from then on, whatever was before. What
+went after (1) has a record that (5) applies. What was told before (1), and went only after it was copied, is within
+``LOOKBACK`` records before B: a worker tells no more than that in advance. An entry that comes during (2) is copied, or
+told later. So a commit or an eviction between two pages is a record like any other: it is applied to its slot, whether
+the look has been there or not. By (4) a slot's copy never undoes what a later record has said of it.
+
+After a death the records before ANEW are of a worker that told what it did not do any more. So a look begins behind the
+last ANEW of the last LOOKBACK records, and (3) goes no further back. With an ANEW at S or later, a gap, or a ring that
+is another one by now, the page is not claimed, and the look begins again.
+
+Two passes
+----------
+After a gap an entry that is claimed of a slot may lie in another one. To claim it there, and to say afterwards that it
+went from the first, would lose it. So the first pass only says what is not in its slot any more. It claims nothing, of
+records neither. Behind it all claims are true again, so no digest is claimed of two slots. The second pass claims what
+it finds.
 
 What a slot has
 ---------------
@@ -27,9 +45,6 @@ the copy of the slots, and what has been told by then as going is not claimed: a
 
 Of one slot, only its last record counts. Removals of several slots come before what came in others, as no digest is
 in two slots, and one that moved was removed first.
-
-After a death the records before ANEW are of a worker that told what it did not do any more. So (3) begins behind the
-last ANEW before S. An ANEW at S or later, a gap, or a ring that is another one by now: all over again.
 
 An advance
 ----------
@@ -48,12 +63,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..hashing import SHARD_MASK
-from .listing import PAGE_SLOTS, Mapped, entries, entries_in
+from .listing import PAGE_SLOTS, Mapped, entries_between, entries_in
 from .ring import ANEW, CLOSED, LOOKBACK, NAMESPACE, RECORD_FIELDS, REMOVED, SHARD, STORED, RingReader
 
 #: Records of one read, and reads of one step, at most. What came meanwhile has rarely more than one.
 READ_RECORDS: Final = 1 << 16
 STEP_READS: Final = 64
+#: Slots of one page of a look: some 20 ms for who adds their entries up.
+LOOK_SLOTS: Final = 1 << 14
 #: What has happened: to the entry with a digest, of two words, and its namespace; or to a shard or a namespace, whose
 #: number is ``size``.
 CHANGE_FIELDS: Final = np.dtype(
@@ -65,20 +82,19 @@ class Step(NamedTuple):
     """What a follower has learned.
 
     Attributes:
-        whole: all entries, in place of those that were known; None if what was known is still true.
-        records: what has happened since, in order, as ``CHANGE_FIELDS``. Of a run of single entries, those that went
-            are before those that came.
+        records: what has happened, in order, as ``CHANGE_FIELDS``. Of a run of single entries, one that is among
+            those that came is there, though it may be among those that went.
     """
 
-    whole: NDArray[np.void] | None
     records: NDArray[np.void]
 
     @property
     def empty(self) -> bool:
         """True if nothing has happened."""
-        return self.whole is None and not len(self.records)
+        return not len(self.records)
 
 
+_BEGIN: Final = -1
 _NOTHING: Final[NDArray[np.void]] = np.zeros(0, CHANGE_FIELDS)
 _NO_RECORDS: Final[NDArray[np.void]] = np.zeros(0, RECORD_FIELDS)
 
@@ -90,8 +106,8 @@ class Tables(Protocol):
     def slots(self) -> int:
         """Number of slots."""
 
-    def whole(self) -> NDArray[np.void]:
-        """Return all entries (``listing.entries``)."""
+    def page(self, start: int, stop: int) -> NDArray[np.void]:
+        """Return the entries in these slots that can be read (``listing.entries_between``)."""
 
     def some(self, slots: NDArray[np.int64]) -> NDArray[np.void]:
         """Return what is in these slots (``listing.entries_in``)."""
@@ -106,8 +122,8 @@ class MappedTable(NamedTuple):
     def slots(self) -> int:
         return self.reader.geometry.slots
 
-    def whole(self) -> NDArray[np.void]:
-        return entries(self.reader)
+    def page(self, start: int, stop: int) -> NDArray[np.void]:
+        return entries_between(self.reader, start, stop)
 
     def some(self, slots: NDArray[np.int64]) -> NDArray[np.void]:
         return entries_in(self.reader, slots)
@@ -127,40 +143,49 @@ class Follower:
         #: The digest that is claimed of each slot, as two words, 0 for none; and the number of its namespace.
         self._low, self._high = np.zeros(table.slots, np.uint64), np.zeros(table.slots, np.uint64)
         self._namespace = np.zeros(table.slots, np.uint16)
-        #: Sequence number of the next record.
-        self.at = 0
-        self._due = True
-        #: Times that the table was copied, and gaps in the ring.
+        #: Sequence number of the next record, and of the first that a look believes.
+        self.at = self._first = 0
+        #: The first slot of the next page, of two passes; _BEGIN where a look is to begin. It ends at twice the slots.
+        self._page = _BEGIN
+        #: Times that a look at the table began, and gaps in the ring.
         self.looks = 0
         self.gaps = 0
 
     @property
     def due(self) -> bool:
-        """True if the next step copies the table."""
-        return self._due
+        """True until the look at the table has come to its end."""
+        return self._page < 2 * len(self._low)
+
+    @property
+    def _sorting(self) -> bool:
+        """True in the first pass."""
+        return self._page < len(self._low)
 
     def step(self) -> Step:
-        """Return what has happened since the last step. O(records), and O(slots) where the table is copied."""
-        records = _NO_RECORDS if self._due else self._read_on()
-        if len(records) or not self._due:
-            return Step(None, self._changes(records))
-        begin = self._ring.head
-        self.looks += 1
-        self._due = False
-        whole = self._table.whole()
-        self.at = max(0, begin - LOOKBACK)
-        parts = [self._early(begin)]
-        if not self._due:
-            parts.append(self._read_on())
-        # With a gap, or an ANEW, what was copied cannot be put right: the next step does it all again.
-        if self._due:
-            return Step(None, _NOTHING)
-        slots = len(self._low)
-        self._low, self._high = np.zeros(slots, np.uint64), np.zeros(slots, np.uint64)  # pages of it are used as needed
-        self._namespace = np.zeros(slots, np.uint16)
-        self._low[whole["slot"]], self._high[whole["slot"]] = whole["low"], whole["high"]
-        self._namespace[whole["slot"]] = whole["namespace"]
-        return Step(whole, self._changes(np.concatenate(parts)))
+        """Return what has happened since the last step. O(records), and O(LOOK_SLOTS) more until it is not due."""
+        if self._page == _BEGIN and not self._begin():
+            return Step(_NOTHING)
+        if not self.due:
+            return Step(self._changes(self._read_on()))
+        page, slots = self._page, len(self._low)
+        start = page % slots
+        stop = min(start + LOOK_SLOTS, slots)
+        # What the worker may not have carried out when the page is copied. A ring that is read late has none of it.
+        before = self._between(max(self._first, self._ring.head - LOOKBACK), self.at)
+        if self._page == _BEGIN:
+            return Step(_NOTHING)
+        rows = self._table.page(start, stop)
+        records = self._read_on()
+        # With a gap, or an ANEW, what was copied cannot be put right.
+        if self._page == _BEGIN:
+            return Step(self._changes(records))
+        chosen = np.ones(stop - start, np.bool_)
+        chosen[_told_of(records, start, stop)] = False
+        rows = _left_by(before, rows, start, stop)
+        gone, come = self._put(start + np.flatnonzero(chosen), rows[chosen[rows["slot"] - start]])
+        parts = [gone, *([] if self._sorting else [come]), self._changes(records)]
+        self._page = page + stop - start
+        return Step(np.concatenate(parts))
 
     def _changes(self, records: NDArray[np.void]) -> NDArray[np.void]:
         """Return what records say, and note it."""
@@ -188,14 +213,24 @@ class Follower:
         told = run["operation"][::-1][back]
         inside = slots < len(self._low)
         slots, told = slots[inside].astype(np.int64), told[inside]
-        rows = self._still(self._table.some(slots[told == STORED]))
+        return self._put(slots, self._still(self._table.some(slots[told == STORED])))
+
+    def _put(self, slots: NDArray[np.int64], rows: NDArray[np.void]) -> list[NDArray[np.void]]:
+        """Note that these slots, in order, have these entries and no others. Return which went, and which came."""
+        if self._sorting:  # what is claimed of its slot already, and nothing else
+            at = rows["slot"]
+            rows = rows[(self._low[at] == rows["low"]) & (self._high[at] == rows["high"])]
         low, high = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
         namespace = np.zeros(len(slots), np.uint16)
         at = np.searchsorted(slots, rows["slot"])
         low[at], high[at], namespace[at] = rows["low"], rows["high"], rows["namespace"]
         before_low, before_high, before_namespace = self._low[slots], self._high[slots], self._namespace[slots]
-        went = ((before_low | before_high) != 0) & ((before_low != low) | (before_high != high))
-        self._low[slots], self._high[slots], self._namespace[slots] = low, high, namespace
+        claimed = (before_low | before_high) != 0
+        went = claimed & ((before_low != low) | (before_high != high))
+        # Slots of which nothing is claimed have no memory yet, and get none by a store of 0.
+        some = claimed | ((low | high) != 0)
+        changed = slots[some]
+        self._low[changed], self._high[changed], self._namespace[changed] = low[some], high[some], namespace[some]
         gone, come = np.zeros(np.count_nonzero(went), CHANGE_FIELDS), np.zeros(len(rows), CHANGE_FIELDS)
         gone["low"], gone["high"], gone["operation"] = before_low[went], before_high[went], REMOVED
         gone["namespace"] = before_namespace[went]
@@ -233,26 +268,35 @@ class Follower:
             rows = rows[~lost]
         return rows
 
-    def _early(self, begin: int) -> NDArray[np.void]:
-        """Return the records up to ``begin``, without those before the last ANEW."""
-        parts = []
-        while self.at < begin:
-            got = self._ring.read(self.at, begin - self.at)
-            if got.gap or got.next == self.at:  # without a record: others have set the ring's end back
+    def _begin(self) -> bool:
+        """Begin a look: behind the last ANEW of the last records. Return False if the ring cannot be read now."""
+        self.looks += 1
+        end = self._ring.head
+        self._first = self.at = max(0, end - LOOKBACK)
+        self._page = 0
+        told = np.flatnonzero(self._between(self.at, end)["operation"] == ANEW)
+        if told.size:
+            self._first = self.at = self.at + int(told[-1]) + 1
+        return self._page != _BEGIN
+
+    def _between(self, at: int, end: int) -> NDArray[np.void]:
+        """Return these records; none, and a gap is noted, if they are not all there."""
+        parts = [_NO_RECORDS]
+        while at < end:
+            got = self._ring.read(at, end - at)
+            if got.gap or got.next == at:  # without a record: others have set the ring's end back
                 self._gap()
                 return _NO_RECORDS
-            self.at = got.next
+            at = got.next
             parts.append(got.records)
-        records = np.concatenate(parts) if parts else _NO_RECORDS
-        told = np.flatnonzero(records["operation"] == ANEW)
-        return records[told[-1] + 1 :] if told.size else records
+        return np.concatenate(parts)
 
     def _read_on(self) -> NDArray[np.void]:
         """Do :meth:`_read` up to where the ring ends now: a large table takes a while to copy."""
         end = self._ring.head
         parts = [self._read()]
         for _ in range(STEP_READS - 1):
-            if self._due or not len(parts[-1]) or self.at >= end:
+            if self._page == _BEGIN or not len(parts[-1]) or self.at >= end:
                 break
             parts.append(self._read())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -266,10 +310,36 @@ class Follower:
         self.at = got.next
         told = np.flatnonzero(got.records["operation"] == ANEW)
         if told.size:
-            self._due = True
+            self._page = _BEGIN
             return got.records[: told[0]]
         return got.records
 
     def _gap(self) -> None:
         self.gaps += 1
-        self._due = True
+        self._page = _BEGIN
+
+
+def _told_of(records: NDArray[np.void], start: int, stop: int) -> NDArray[np.int64]:
+    """Return the slots from ``start`` to before ``stop`` of which these records tell, counted from ``start``."""
+    slots = records["argument"][records["operation"] <= REMOVED].astype(np.int64)
+    return slots[(slots >= start) & (slots < stop)] - start
+
+
+def _left_by(records: NDArray[np.void], rows: NDArray[np.void], start: int, stop: int) -> NDArray[np.void]:
+    """Return those entries of a page's slots of which these records, applied in order, do not say that they go."""
+    places, operations = np.arange(1, len(records) + 1), records["operation"]
+
+    def last(operation: int, numbers: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+        """Return for each number the place of the last such record of it, 0 for none."""
+        found = np.zeros(most, np.int64)
+        chosen = (operations == operation) & (numbers >= 0) & (numbers < most)
+        found[numbers[chosen]] = places[chosen]  # of several for one number the last one stays
+        return found
+
+    numbers, slots = records["argument"].astype(np.int64), rows["slot"] - start
+    gone = last(REMOVED, numbers - start, stop - start)[slots]
+    for operation, of in ((SHARD, rows["low"] & np.uint64(SHARD_MASK)), (NAMESPACE, rows["namespace"])):
+        gone = np.maximum(gone, last(operation, numbers, 1 << 16)[of.astype(np.intp)])
+    gone = np.maximum(gone, np.max(places[operations == CLOSED], initial=0))
+    left: NDArray[np.void] = rows[last(STORED, numbers - start, stop - start)[slots] >= gone]
+    return left

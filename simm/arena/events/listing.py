@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import numpy as np
@@ -42,14 +41,26 @@ def at_rest(reader: Mapped, start: int, stop: int, chosen: NDArray[np.int64] | N
     return rows
 
 
-def entries(reader: Mapped, beat: Callable[[], None] = lambda: None) -> NDArray[np.void]:
-    """Return the entries that this worker answers for and that can be read, as ``ENTRY_FIELDS``. O(slots).
+def entries_between(reader: Mapped, start: int, stop: int) -> NDArray[np.void]:
+    """Return the entries in the slots from ``start`` to before ``stop``, as ``ENTRY_FIELDS``. O(slots).
 
-    They are not of one moment: each was there at some time during the call. ``beat`` is called between pages. A lease
-    that has ended (``cluster/epochs.py``) hides values for a time only, so it is not looked at.
+    They are those that this worker answers for and that can be read, and not of one moment: each was there at some time
+    during the call. A lease that has ended (``cluster/epochs.py``) hides values for a time, so it is not looked at.
     """
-    pages = list(_pages(reader, beat))
-    return np.concatenate(pages) if pages else np.zeros(0, ENTRY_FIELDS)
+    words = np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES)
+    lines = np.frombuffer(
+        reader.words, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, reader.geometry.names_offset
+    ).reshape(NAMESPACES, -1)
+    rows = at_rest(reader, start, stop)
+    there = np.flatnonzero(rows["offset"])
+    rows = rows[there]
+    # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
+    mine = words[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)] - np.uint64(1) < np.uint64(FROZEN - 1)
+    epochs = lines[rows["namespace"] % NAMESPACES, EPOCH_WORD]
+    tagged = (rows["flags"] & ENTRY_EPOCH) != 0
+    now = rows["high"] >> np.uint64(32) == epochs & np.uint64(0xFFFF_FFFF)
+    readable = mine & np.where(epochs != 0, tagged & now, ~tagged)
+    return _as_entries(rows[readable], there[readable] + start)
 
 
 def entries_in(reader: Mapped, slots: NDArray[np.int64]) -> NDArray[np.void]:
@@ -68,23 +79,3 @@ def _as_entries(rows: NDArray[np.void], slots: NDArray[np.int64]) -> NDArray[np.
     for name, column in (("low", "low"), ("high", "high"), ("size", "length"), ("namespace", "namespace")):
         found[name] = rows[column]
     return found
-
-
-def _pages(reader: Mapped, beat: Callable[[], None]) -> Iterator[NDArray[np.void]]:
-    words = np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES)
-    lines = np.frombuffer(
-        reader.words, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, reader.geometry.names_offset
-    ).reshape(NAMESPACES, -1)
-    slots = reader.geometry.slots
-    for start in range(0, slots, PAGE_SLOTS):
-        rows = at_rest(reader, start, min(start + PAGE_SLOTS, slots))
-        there = np.flatnonzero(rows["offset"])
-        rows = rows[there]
-        # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
-        mine = words[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)] - np.uint64(1) < np.uint64(FROZEN - 1)
-        epochs = lines[rows["namespace"] % NAMESPACES, EPOCH_WORD]
-        tagged = (rows["flags"] & ENTRY_EPOCH) != 0
-        now = rows["high"] >> np.uint64(32) == epochs & np.uint64(0xFFFF_FFFF)
-        readable = mine & np.where(epochs != 0, tagged & now, ~tagged)
-        yield _as_entries(rows[readable], there[readable] + start)
-        beat()

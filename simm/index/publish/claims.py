@@ -1,7 +1,7 @@
 """What the workers of a host claim to have, in one numpy table, and how that changes.
 
 Everything that is published is a change of this table. So after a gap in a ring, a worker's death or a new map nobody
-downstream needs to know of it: the table is compared with what the worker has now, and the difference is published.
+downstream needs to know of it: a follower says again what the worker has, and only the difference is published.
 
 An entry's name is the first half of its digest, as in the events. Two entries with one name are one here; of honest
 keys no two have one that are claimed of one namespace at a time: those of its epochs have the same names, but an
@@ -11,7 +11,7 @@ shard moves, is published once, and as removed when the last one has it no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ from ...constants import SHARD_COUNT
 from ..table import Keys, Slots, Table, all_different
 
 _NAMESPACE_SHIFT: Final = np.uint64(32)
+#: Slots of the table that are looked at at a time, where all are. So what is made of them on the way stays small.
+PASS_SLOTS: Final = 1 << 18
 
 
 class Delta(NamedTuple):
@@ -57,8 +59,6 @@ class Claims:
     def take(self, owner: int, step: Step) -> list[Delta]:
         """Add a step of a worker up. Return what changed, in order. O(records), and O(entries) for some of them."""
         self._owners.add(owner)
-        if step.whole is not None:
-            self._whole(owner, step.whole)
         records = step.records
         operations = records["operation"]
         # Runs of one kind: all that is of single entries together, and each other operation with its like.
@@ -74,22 +74,29 @@ class Claims:
 
     def drop(self, owner: int) -> list[Delta]:
         """Forget a worker. Return what changed. O(entries)."""
-        self._remove(self._slots_of(owner), owner)
+        for slots in self._slots_of(owner):
+            self._remove(slots, owner)
         self._owners.discard(owner)
         self._space_of = {key: space for key, space in self._space_of.items() if key[0] != owner}
         return self._taken()
 
-    def all(self) -> list[Delta]:
-        """Return everything, as if it came now. O(entries)."""
-        found: dict[str, list[Keys]] = {}
+    def all(self) -> Iterator[Delta]:
+        """Yield everything, as if it came now. O(entries), and the memory of a part of them."""
+        #: Shards of which earlier owners have entries: else none of them has one of these.
+        known = np.zeros(SHARD_COUNT, np.bool_)
         for owner in sorted(self._owners):
-            slots = self._slots_of(owner)
-            for name, chosen in self._by_namespace(self._table.columns["info"][slots]):
-                found.setdefault(name, []).append(self._table.keys[slots[chosen]])
-        return [
-            Delta(True, name, parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts)))
-            for name, parts in found.items()
-        ]
+            mine = np.zeros(SHARD_COUNT, np.bool_)
+            for slots in self._slots_of(owner):
+                names, info = self._table.keys[slots], self._table.columns["info"][slots]
+                shards = _shards(names)
+                mine[shards] = True
+                shown = ~known[shards]
+                twice = np.flatnonzero(known[shards])
+                if twice.size:
+                    earlier = [each for each in self._owners if each < owner]
+                    shown[twice] = self._lacked_by(earlier, names[twice], info[twice])
+                yield from self._deltas(True, names[shown], info[shown])
+            known |= mine
 
     # -- one worker's changes -----------------------------------------------------------------------------
 
@@ -97,15 +104,10 @@ class Claims:
         out, self._out = self._out, []
         return out
 
-    def _slots_of(self, owner: int) -> Slots:
-        return np.flatnonzero(self._table.owners == owner)
-
-    def _whole(self, owner: int, rows: NDArray[np.void]) -> None:
-        names, first = np.unique(rows["low"], return_index=True)
-        slots = self._slots_of(owner)
-        if slots.size:
-            self._remove(slots[~np.isin(self._table.keys[slots], names)], owner)
-        self._store(owner, names, self._info(owner, rows[first]))
+    def _slots_of(self, owner: int) -> Iterator[Slots]:
+        """Yield the slots of a worker's entries, some at a time. What was yielded may be removed meanwhile."""
+        for start in range(0, self._table.slots, PASS_SLOTS):
+            yield start + np.flatnonzero(self._table.owners[start : start + PASS_SLOTS] == owner)
 
     def _entries(self, owner: int, run: NDArray[np.void]) -> None:
         removed = run["operation"] == REMOVED
@@ -128,19 +130,19 @@ class Claims:
 
     def _many(self, owner: int, operation: int, numbers: NDArray[np.uint32]) -> None:
         """Remove what shards or namespaces with these numbers had; of CLOSED everything."""
-        slots = self._slots_of(owner)
-        if operation == SHARD:
-            lost = np.zeros(SHARD_COUNT, np.bool_)
-            lost[numbers % SHARD_COUNT] = True
-            slots = slots[lost[(self._table.keys[slots] & np.uint64(SHARD_MASK)).astype(np.intp)]]
-        elif operation == NAMESPACE:
-            # A number that no entry had is looked up for nobody: others may have written any to the ring.
-            known = [self._space_of.get((owner, each)) for each in np.unique(numbers).tolist()]
-            spaces = np.array([each for each in known if each is not None], np.uint64)
-            slots = slots[np.isin(self._table.columns["info"][slots] >> _NAMESPACE_SHIFT, spaces)]
-        elif operation != CLOSED:
+        if operation not in (SHARD, NAMESPACE, CLOSED):
             return  # of a later version: what it removes is told singly too
-        self._remove(slots, owner)
+        lost = np.zeros(SHARD_COUNT, np.bool_)
+        lost[numbers % SHARD_COUNT] = True
+        # A number that no entry had is looked up for nobody: others may have written any to the ring.
+        known = [self._space_of.get((owner, each)) for each in np.unique(numbers).tolist()]
+        spaces = np.array([each for each in known if each is not None], np.uint64)
+        for slots in self._slots_of(owner):
+            if operation == SHARD:
+                slots = slots[lost[_shards(self._table.keys[slots])]]
+            elif operation == NAMESPACE:
+                slots = slots[np.isin(self._table.columns["info"][slots] >> _NAMESPACE_SHIFT, spaces)]
+            self._remove(slots, owner)
 
     def _remove(self, slots: Slots, owner: int) -> None:
         if not slots.size:
@@ -167,13 +169,20 @@ class Claims:
 
     def _tell(self, stored: bool, owner: int, names: Keys, info: NDArray[np.uint64]) -> None:
         """Note what came or went, but for what other workers have."""
-        shown = np.ones(len(names), np.bool_)
-        for other in self._owners - {owner}:
+        shown = self._lacked_by(self._owners - {owner}, names, info)
+        self._out += self._deltas(stored, names[shown], info[shown])
+
+    def _lacked_by(self, others: Iterable[int], names: Keys, info: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of these entries none of the other workers has."""
+        lacked = np.ones(len(names), np.bool_)
+        for other in others:
             slots = self._table.find(names, np.full(len(names), other, np.uint32))
             theirs = self._table.columns["info"][slots] >> _NAMESPACE_SHIFT
-            shown &= (slots < 0) | (theirs != info >> _NAMESPACE_SHIFT)
-        names = names[shown]
-        self._out += [Delta(stored, name, names[chosen]) for name, chosen in self._by_namespace(info[shown])]
+            lacked &= (slots < 0) | (theirs != info >> _NAMESPACE_SHIFT)
+        return lacked
+
+    def _deltas(self, stored: bool, names: Keys, info: NDArray[np.uint64]) -> list[Delta]:
+        return [Delta(stored, name, names[chosen]) for name, chosen in self._by_namespace(info)]
 
     def _by_namespace(self, info: NDArray[np.uint64]) -> list[tuple[str, NDArray[np.bool_]]]:
         spaces = (info >> _NAMESPACE_SHIFT).astype(np.intp)
@@ -198,3 +207,9 @@ class Claims:
         info: NDArray[np.uint64] = rows["size"].astype(np.uint64)
         info |= spaces[numbers] << _NAMESPACE_SHIFT
         return info
+
+
+def _shards(names: Keys) -> Slots:
+    """Return the shards of these names."""
+    shards: Slots = (names & np.uint64(SHARD_MASK)).astype(np.int64)
+    return shards

@@ -14,6 +14,9 @@ so that the last of them is S; behind it come the messages from S + 1 on. So a c
 treats them right: its replay begins behind a gap, with a message that clears all. Where the first number would be one
 that the consumer has seen, and would skip, S is made higher by empty messages before.
 
+Most of a snapshot's numbers are those of kept messages too. Who asks for one of them may have had a part of the
+snapshot, so the answer is a snapshot again: the kept messages from there on are no rest of it.
+
 What is kept
 ------------
 The last messages, once for all: a subscriber is a number, that of its next message, and a replay is one too
@@ -28,7 +31,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from ...errors import SimmError
@@ -70,7 +73,7 @@ class Outlet:
     """
 
     def __init__(
-        self, loop: Loop, form: str, stream: str, replay: str, node: str, everything: Callable[[], Sequence[Delta]],
+        self, loop: Loop, form: str, stream: str, replay: str, node: str, everything: Callable[[], Iterable[Delta]],
         settled: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._loop = loop
@@ -91,6 +94,8 @@ class Outlet:
         #: The number of the message that the kept snapshot is of, and its messages.
         self._snapshot: tuple[int, list[bytes]] | None = None
         self._next_snapshot = 0.0
+        #: First and last numbers that snapshots have had, as long as they are kept messages' too: in order, apart.
+        self._twice: deque[tuple[int, int]] = deque()
         self._sent = time.monotonic()
         #: What was done: messages, blocks in them, replays, snapshots, and messages that slow subscribers have missed.
         self.messages = self.blocks = self.replays = self.snapshots = self.skipped = 0
@@ -142,8 +147,11 @@ class Outlet:
         while len(self._kept) > KEPT_MESSAGES or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
             self._kept_bytes -= len(self._kept.popleft())
         self.number += 1
-        if self._snapshot is not None and self._snapshot[0] + 1 < self.number - len(self._kept):
+        first = self.number - len(self._kept)
+        if self._snapshot is not None and self._snapshot[0] + 1 < first:
             self._snapshot = None  # nobody can be sent what is behind it
+        while self._twice and self._twice[0][1] < first:
+            self._twice.popleft()
 
     # -- subscribers -------------------------------------------------------------------------------------
 
@@ -214,7 +222,8 @@ class Outlet:
     def _answers(self, peer: Peer, start: int) -> Iterator[_Part]:
         """Yield the numbers and messages of a replay, None where it has to wait."""
         while start != self.number:
-            if not self.number - len(self._kept) <= start < self.number:
+            kept = self.number - len(self._kept) <= start < self.number
+            if not kept or any(first <= start <= last for first, last in self._twice):
                 while (taken := self._taken(start)) is None:
                     yield None
                 peer.snapshot = at, found = taken
@@ -241,11 +250,16 @@ class Outlet:
                 return None
             self.snapshots += 1
             self._let_go()
+            known = self._snapshot = None  # before there is another one
             found = snapshot(self._form, self._everything(), self._node)
             if start < self.number:  # else it is of another publisher
                 while self.number - len(found) < start:
                     self._send(message([]))
             known = self._snapshot = self.number - 1, found
+            first = self.number - len(found)
+            while self._twice and first <= self._twice[-1][1]:
+                first = min(first, self._twice.pop()[0])
+            self._twice.append((first, self.number - 1))
             ended = time.monotonic()
             self._next_snapshot = ended + SNAPSHOT_PAUSE * (ended - began)
         return known

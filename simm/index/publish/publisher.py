@@ -15,6 +15,8 @@ from .outlet import Outlet
 
 #: Between two looks at the rings, seconds. A worker tells what it stores ten times a second, and what goes at once.
 LOOK_S: Final = 0.01
+#: The same between two pages of a table.
+PAGE_S: Final = 0.001
 
 
 class EventPublisher:
@@ -50,9 +52,10 @@ class EventPublisher:
 
     def turn(self) -> None:
         """Do what is due, and wait for 10 ms at most."""
-        self._loop.run_once(LOOK_S)
+        pause = LOOK_S if self.host.settled else PAGE_S
+        self._loop.run_once(pause)
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        if now - self._looked < pause:
             return
         self._looked = now
         deltas = self.host.poll(now)

@@ -11,7 +11,6 @@ import pytest
 
 from simm import table as table_module
 from simm.arena import space as space_module
-from simm.arena.events import listing
 from simm.arena.events.ring import LOOKBACK
 from simm.arena.hashing import shard_of
 from simm.arena.layout import Word
@@ -36,7 +35,7 @@ from simm.wire.shard_set import MOVING
 from tests.support.consistency import check
 from tests.support.crash import TORN_MAX, Cut, Operation, chosen
 from tests.support.dose import dose
-from tests.support.event_claims import digest_in
+from tests.support.event_claims import listed
 from tests.support.group_world import GroupWorld, check_groups, members
 from tests.support.store_world import digest_of, new_segment, remove_segment
 
@@ -229,7 +228,7 @@ def taken_apart(segment: OwnedArena, seed: int) -> tuple[object, ...]:
     assert store.delete([whole[0] for whole in wholes]) == [Status.OK] * 30
     left = {digest for digest in (*others, *single) if store.table.lookup(digest) >= 0}
     assert {*single, *held, *hard} <= left and not left & {*soft}
-    assert {digest_in(row) for row in listing.entries(world.reader)} == left
+    assert listed(world.reader).keys() == left
     assert store.exists(sorted({*others} - left)) == [words.status_of_miss(each) for each in sorted({*others} - left)]
     check(store)
     check_groups(store)
@@ -239,7 +238,7 @@ def taken_apart(segment: OwnedArena, seed: int) -> tuple[object, ...]:
     )  # fmt: skip
     world.recover()
     check_groups(world.store)
-    assert {digest_in(row) for row in listing.entries(world.reader)} == left
+    assert listed(world.reader).keys() == left
     return told
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import re
+import tracemalloc
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +17,17 @@ pytest.importorskip("msgspec", reason="the extra simm-store[index] is not instal
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
-from simm.arena.events.follow import CHANGE_FIELDS, Step
+from simm.arena.events import follow as follow_module
+from simm.arena.events.follow import CHANGE_FIELDS, Follower, Step
 from simm.arena.events.listing import ENTRY_FIELDS
-from simm.arena.events.ring import CLOSED, NAMESPACE, REMOVED, SHARD, STORED
+from simm.arena.events.ring import CLOSED, NAMESPACE, REMOVED, SHARD, STORED, EventRing, RingReader
+from simm.index import table as table_module
+from simm.index.publish import claims as claims_module
 from simm.index.publish.claims import Claims, Delta
 from tests.support.dose import dose
+from tests.support.event_claims import new_ring
+
+ROOT = Path(__file__).parents[4]
 
 #: Few names in few shards and namespaces, so that everything meets.
 NAMES = [shard | number << 14 for shard in (0, 5, 16383) for number in range(1, 9)]
@@ -26,18 +37,12 @@ def record(operation: int, name: int = 0, size: int = 1, namespace: int = 0) -> 
     return name, 7, size, namespace, operation
 
 
-def step_of(records: list[tuple[int, ...]], whole: dict[int, int] | None = None) -> Step:
-    rows = None
-    if whole is not None:
-        rows = np.array([(name, 7, 1, 0, namespace) for name, namespace in whole.items()], ENTRY_FIELDS)
-    return Step(rows, np.array(records, CHANGE_FIELDS))
+def step_of(records: list[tuple[int, ...]]) -> Step:
+    return Step(np.array(records, CHANGE_FIELDS))
 
 
 def apply(mine: dict[int, int], step: Step) -> None:
     """Do one worker's step, one record at a time. ``mine``: names and the numbers of their namespaces."""
-    if step.whole is not None:
-        mine.clear()
-        mine.update((int(row["low"]), int(row["namespace"])) for row in step.whole)
     for row in step.records:
         operation, name, number = int(row["operation"]), int(row["low"]), int(row["size"])
         if operation == STORED:
@@ -51,7 +56,7 @@ def apply(mine: dict[int, int], step: Step) -> None:
                     del mine[each]
 
 
-def add_up(seen: set[tuple[int, str]], deltas: list[Delta]) -> None:
+def add_up(seen: set[tuple[int, str]], deltas: Iterable[Delta]) -> None:
     for delta in deltas:
         for name in delta.names.tolist():
             pair = name, delta.namespace
@@ -74,16 +79,14 @@ def random_step(rng: random.Random) -> Step:
             records.append(record(NAMESPACE, 0, namespace))
         else:
             records.append(record(CLOSED))
-    whole = None
-    if rng.random() < 0.1:
-        whole = {name: rng.randrange(3) for name in rng.sample(NAMES, rng.randrange(len(NAMES)))}
     # As a follower has it: of a run of single entries, those that went come first.
     runs = itertools.groupby(records, key=lambda each: max(REMOVED, each[-1]))
-    return step_of([each for _, run in runs for each in sorted(run, key=lambda each: -each[-1])], whole)
+    return step_of([each for _, run in runs for each in sorted(run, key=lambda each: -each[-1])])
 
 
 @pytest.mark.parametrize("seed", dose(range(20), quick=2))
-def test_what_is_published_adds_up(seed: int) -> None:
+def test_what_is_published_adds_up(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "PASS_SLOTS", 8 << seed % 5)  # the table has 64 to 128 slots
     rng = random.Random(seed)
     claims = Claims(lambda owner, number: f"n{number}")
     mine: dict[int, dict[int, int]] = {1: {}, 2: {}, 3: {}}
@@ -115,12 +118,73 @@ def test_what_two_workers_have_is_published_once() -> None:
 
 def test_a_table_that_is_as_it_was_publishes_nothing() -> None:
     claims = Claims(lambda owner, number: "n")
-    whole = dict.fromkeys(NAMES, 0)
-    assert sum(len(each.names) for each in claims.take(1, step_of([], whole))) == len(NAMES)
-    assert claims.take(1, step_of([], whole)) == []
-    del whole[NAMES[3]]
-    (gone,) = claims.take(1, step_of([], whole))
-    assert (gone.stored, gone.names.tolist()) == (False, [NAMES[3]])
+    whole = [record(STORED, name) for name in NAMES]
+    assert sum(len(each.names) for each in claims.take(1, step_of(whole))) == len(NAMES)
+    assert claims.take(1, step_of(whole)) == []
+
+
+def test_an_entry_that_went_from_one_slot_and_came_to_another_is_there() -> None:
+    """As when a page of a table is looked at just after the worker has moved it there, in any order."""
+    claims = Claims(lambda owner, number: "n")
+    claims.take(1, step_of([record(STORED, NAMES[0])]))
+    for records in ([STORED, REMOVED], [REMOVED, STORED], [STORED, REMOVED, STORED]):
+        assert claims.take(1, step_of([record(each, NAMES[0]) for each in records])) == [] and claims.entries == 1
+
+
+class FullTable:
+    """A table that is full."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+
+    def page(self, start: int, stop: int) -> np.ndarray:
+        rows = np.ones(stop - start, ENTRY_FIELDS)
+        rows["low"] = np.random.default_rng(start).integers(1, 1 << 64, len(rows), np.uint64)
+        rows["slot"] = np.arange(start, stop)
+        return rows
+
+    def some(self, slots: np.ndarray) -> np.ndarray:
+        raise AssertionError("the ring tells nothing")
+
+
+def test_issue_a_look_is_short_steps_and_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 255 bytes for each value, the next one 300, and all in one step: the publisher was killed in it."""
+    slots, page = 1 << 16, 1 << 10
+    # What is needed for a page or a pass is to be little beside what is needed for a value.
+    monkeypatch.setattr(follow_module, "LOOK_SLOTS", page)
+    monkeypatch.setattr(claims_module, "PASS_SLOTS", page)
+    monkeypatch.setattr(table_module, "_PASS", page)
+    memory = new_ring()
+    EventRing(memory)
+    follower, claims = Follower(RingReader(memory), FullTable(slots)), Claims(lambda owner, number: "n")
+
+    def look() -> int:
+        changed = 0
+        follower._page = -1  # as after a gap
+        while follower.due:
+            step = follower.step()
+            assert len(step.records) <= page
+            changed += sum(len(each.names) for each in claims.take(1, step))
+        return changed
+
+    def everything() -> int:
+        return sum(len(each.names) for each in claims.all())
+
+    def end() -> int:
+        return sum(len(each.names) for each in claims.drop(1))
+
+    stated = re.search(r"memory: .*# (\d+) bytes for each value", (ROOT / "deploy/helm/simm/values.yaml").read_text())
+    assert stated is not None
+    gc.collect()
+    tracemalloc.start()
+    try:
+        # The follower's own 18 bytes are there already.
+        for do, changed in ((look, slots), (look, 0), (everything, slots), (end, slots)):
+            tracemalloc.reset_peak()
+            assert do() == changed
+            assert 18 + tracemalloc.get_traced_memory()[1] / slots < int(stated[1])
+    finally:
+        tracemalloc.stop()
 
 
 def test_numbers_of_namespaces_that_no_entry_has_are_not_kept() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,13 +91,17 @@ class Index:
         return self.publishers.stream(self.source)
 
     def names(self) -> set[int]:
-        with self.blocks.lock:
-            held = self.blocks.held(1 << 30)
-            return {key for holder, keys, _ in held if holder.source is self.source for key in keys.tolist()}
+        return known(self.blocks, self.source)
 
     def complete(self) -> bool:
         stream = self.stream
         return stream is not None and stream.complete and not self.source.stale and not self.source.lost
+
+
+def known(blocks: Blocks, source: Source) -> set[int]:
+    with blocks.lock:
+        held = blocks.held(1 << 30)
+        return {key for holder, keys, _ in held if holder.source is source for key in keys.tolist()}
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +202,82 @@ def test_without_higher_numbers_a_snapshot_is_taken_wrong(store: Store, monkeypa
 
         wait_until(answered, "the answer")
         assert made[0].names() != store.has
+
+
+def _answers(store: Store, start: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the answer to a replay's question, but for its end."""
+    peer: Any = SimpleNamespace(snapshot=None)
+    for part in store.outlet._answers(peer, start):
+        assert part is not None, "there is no pause between snapshots"
+        if part[0] != outlet_module._END:
+            yield int.from_bytes(part[0], "big"), part[1]
+
+
+def _idle(store: Store, count: int) -> None:
+    for _ in range(count):
+        store.outlet._send(outlet_module.message([]))
+
+
+@pytest.fixture
+def in_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Return a store with 40 values, whose snapshot is eleven messages, after some others."""
+    monkeypatch.setattr("simm.index.publish.messages.BLOCKS", 4)
+    monkeypatch.setattr("simm.index.publish.outlet.SNAPSHOT_PAUSE", 0.0)
+    store.change(True, *range(40))
+    _idle(store, 30)
+    return store
+
+
+@pytest.mark.parametrize("parts", [1, 5, 10])
+def test_a_snapshot_that_breaks_off_is_begun_again(in_parts: Store, parts: int) -> None:
+    """The kept messages of its numbers were sent instead of its rest, and the consumer took that for everything."""
+    blocks = Blocks()
+    source = blocks.register(Registration("pool", "m", "simm", pool="p"))
+    stream = Stream(blocks, source, replays=True)
+    start = stream.connected()
+    assert start == 0
+    for each in itertools.islice(_answers(in_parts, start), parts):
+        stream.replayed(*each)
+    stream.replay_failed()
+    assert source.stale and len(known(blocks, source)) == 4 * (parts - 1)
+    in_parts.change(False, 1)
+    in_parts.change(True, 1000)
+    again = stream.retry()
+    assert again is not None
+    for each in _answers(in_parts, again):
+        stream.replayed(*each)
+    stream.replay_ended()
+    assert known(blocks, source) == in_parts.has
+    assert stream.complete and not source.stale and not source.lost and stream.retry() is None
+
+
+def test_only_for_numbers_of_snapshots_there_is_another_one(in_parts: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    outlet = in_parts.outlet
+    numbers = [number for number, _ in _answers(in_parts, 0)]
+    assert len(numbers) == 11 and numbers[-1] == outlet.number - 1
+    _idle(in_parts, 5)
+    for start in (numbers[0] - 1, numbers[-1] + 1):
+        assert [number for number, _ in _answers(in_parts, start)] == list(range(start, outlet.number))
+    assert outlet.snapshots == 1
+    for start in numbers:
+        first, raw = next(_answers(in_parts, start))
+        assert first >= start and msgspec.msgpack.decode(raw)[1] == [{"event_type": "cleared"}]
+    assert len(outlet._twice) == 1, "they overlap"
+    monkeypatch.setattr("simm.index.publish.outlet.KEPT_MESSAGES", 3)
+    _idle(in_parts, 4)
+    assert not outlet._twice
+
+
+def test_who_has_read_a_snapshot_gets_none_for_those_of_others(in_parts: Store) -> None:
+    outlet = in_parts.outlet
+    slow = _answers(in_parts, 0)
+    seen = [next(slow)[0]]
+    _idle(in_parts, 5)
+    list(_answers(in_parts, seen[0] + 9))
+    ((ours, theirs),) = outlet._twice
+    assert ours == seen[0] and theirs > ours + 11, "another snapshot's numbers begin before the end of this one's"
+    seen += [number for number, _ in slow]
+    assert seen == list(range(ours, outlet.number)) and outlet.snapshots == 2
 
 
 def test_a_publisher_that_is_restarted(store: Store) -> None:
