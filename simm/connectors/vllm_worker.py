@@ -4,7 +4,7 @@ Loads
 -----
 A load runs in a thread. Without ``layerwise``, vLLM runs other requests meanwhile, and takes this one up when
 :meth:`WorkerSide.finished` names it. With it, the request runs at once. Its blocks are pinned and read layer by layer,
-and a layer waits for its own part only.
+and a layer waits for its own part only. A client with checksums reads all layers together: it checks whole values.
 
 Saves
 -----
@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -305,15 +306,17 @@ class WorkerSide:
                     lengths = pins.lengths
                     good = {at: each for at, each in enumerate(load.blocks) if lengths[at] == value.size}
                     wrong = {at: length for at, length in enumerate(lengths) if length not in (None, value.size)}
-                    for layer in value.layers:
+                    layers: list[str | None] = [None] if self._client.checksum else [*value.layers]
+                    for layer in layers:
                         places = list(good)
-                        wants = [(at, self._sink(value.of_layer(layer, good[at].number))) for at in places]
+                        parts = value.whole if layer is None else partial(value.of_layer, layer)
+                        wants = [(at, self._sink(parts(good[at].number))) for at in places]
                         for at, got in zip(places, pins.read_wants(wants) if wants else ()):
                             if got is None:
                                 del good[at]
                         if not good:
                             break
-                        if layer != todo[-1]:
+                        if layer not in (None, todo[-1]):
                             with self._lock:
                                 del todo[0]
                                 self._idle.notify_all()

@@ -198,12 +198,13 @@ class ShmGet:
         """Return whether an entry is a manifest, and values are wanted, or the other way round."""
         return bool((flags ^ self.kind) & ENTRY_LARGE)
 
-    def check(self, flags: int, crc: int, data: Any) -> bool:
+    def check(self, flags: int, crc: int, data: Any, before: int = 0) -> bool:
         """Return whether a value has the checksum in its entry. Without a checksum that field is 0.
 
-        So an entry that lost its flag to a stray store is not taken for one that never had a checksum.
+        So an entry that lost its flag to a stray store is not taken for one that never had a checksum. ``before``: the
+        checksum of what is before the data, if they are a part of what ``crc`` is of.
         """
-        if (zlib.crc32(data) == crc and len(data) > 0) if flags & ENTRY_CRC else not crc:
+        if (zlib.crc32(data, before) == crc and len(data) > 0) if flags & ENTRY_CRC else not crc:
             return True
         self.counters["crc_errors"] += 1
         log.error("a value does not match its checksum: counted as a miss")

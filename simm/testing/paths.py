@@ -18,9 +18,10 @@ from ..host.buffers import Copier, Span, address_of, host_view
 from ..host.parts import scatter
 from ..ipc.patience import Patience
 from ..sdk.batch import DROPPED, HERE, MISS, UNAVAILABLE, Answer, Sink, View, view_of_answer
+from ..sdk.ops.arena_pins import ArenaPins
 from ..sdk.ops.load_time import Share, Shares, Speeds
 from ..sdk.ops.pinner import Pinner
-from ..sdk.ops.pins import ArenaPins, Pins, Want
+from ..sdk.ops.pins import Pins, Want
 from ..sdk.ops.prefix import NotHere, Prefix, Prefixes
 from ..sdk.reads import Gets
 from ..sdk.remote_reads import RemoteReads

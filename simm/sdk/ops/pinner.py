@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...arena.hashing import shard_of
 from ...arena.layout import ENTRY_LARGE, PINNED_FLAGS
-from ...arena.reader import ArenaReader, Located, Unsettled
+from ...arena.reader import ArenaReader, Unsettled
 from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ...errors import PeerError, TransportError
 from ...host.buffers import Copier
@@ -24,8 +24,10 @@ from ...wire.messages import Status
 from ..batch import UNLOADABLE, Batch
 from ..routing import Routes
 from ..worker_path import Target
+from .arena_pins import ArenaPins
+from .checked import Checked
 from .owners import Owners
-from .pins import PINNED, ArenaPins, Pins, end_together
+from .pins import Pins, end_together
 
 if TYPE_CHECKING:
     from ..reads import Gets
@@ -126,12 +128,8 @@ class Pinner:
                 if flags & ~PINNED_FLAGS:
                     _note_kind(batch.pins, number, flags)
                     continue
-                if self._check is None:
-                    holder.values[number] = start, digest, None
-                elif self._check(flags, crc, reader.data[start : start + length]):
-                    holder.values[number] = start, digest, Located(PINNED, 0, offset, length, crc, flags)
-                else:
-                    continue
+                value = Checked.of(length, flags, crc) if self._check is not None else None
+                holder.values[number] = start, digest, value
                 batch.pins.take(number, holder, length)
             elif status in (Status.NO_SPACE, Status.UNAVAILABLE):
                 confirm = reader.confirm_previous if how else reader.confirm
@@ -202,7 +200,8 @@ class Pinner:
         elif found.flags & ~PINNED_FLAGS:
             _note_kind(pins, number, found.flags)
         else:
-            holder.values[number] = found.offset - reader.data_offset, digest, found
+            value = Checked.of(found.length, found.flags, found.crc, found) if self._check is not None else None
+            holder.values[number] = found.offset - reader.data_offset, digest, value or found
             pins.take(number, holder, found.length)
 
     # -- at a server elsewhere ------------------------------------------------------------------------

@@ -4,13 +4,14 @@
 pinned. A read gives bytes of that version, or it is a miss; what happens to the key meanwhile does not matter. The
 values are held where they were found, by a holder for each worker:
 
-* **In an arena of this host** (:class:`ArenaPins`): by pins of the client's own session. Such a pin ends with the
-  process and by nothing else, so reads copy and confirm nothing. It outlasts the worker, and the move of its shard.
-  A client with checksums checks them at each read: others may write into the arena meanwhile.
+* **In an arena of this host** (``sdk/ops/arena_pins.py``): by pins of the client's own session. Such a pin ends with
+  the process and by nothing else, so reads confirm nothing. It outlasts the worker, and the move of its shard.
 * **At a server elsewhere** (``sdk/ops/remote_pins.py``): by a lease of a stream, which ends with one connection.
 
 A value that finds no room among the pins, which are bounded in number and bytes, is held by its version alone: a read
 confirms after its copy that the slot has not changed. If it has, the value is gone, for good.
+
+A client with checksums checks what it delivers at each read (``sdk/ops/checked.py``).
 
 A value in parts is held by pins of its parts (``sdk/large/pinned.py``).
 
@@ -24,20 +25,18 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from ...arena.reader import ArenaReader, Located
 from ...constants import RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
-from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges, address_of
-from ...host.parts import Copy, scatter
+from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges
 from ...ipc.steps import Steps
 from ...net.allowance import allowed, tries_within
 from ..routing import Routes
+from .arena_pins import ArenaPins
 from .parts import (
     Rows,
     Wanted,
@@ -52,7 +51,6 @@ from .parts import (
 )
 
 if TYPE_CHECKING:
-    from ...ipc.session import WorkerSession
     from .remote_pins import RemotePins
 
 log = logging.getLogger("simm.client")
@@ -61,8 +59,6 @@ log = logging.getLogger("simm.client")
 WAKE_KEYS: Final = 64
 #: Rows that are copied twice go in groups of so many bytes, which stay in a core's cache.
 _SCRATCH_BYTES: Final = 256 << 10
-#: In place of the slot of a value that a pin holds, and of which each read checks the copy.
-PINNED: Final = -1
 #: What is read of a value: its position among the keys, and the ranges. The result is of :data:`~..batch.Result`.
 Want = tuple[int, Ranges]
 
@@ -76,90 +72,6 @@ class InParts(Protocol):
     def pins(self) -> Pins: ...
     def divide(self, ranges: Ranges) -> list[Want]: ...
     def read(self, wants: Sequence[Want]) -> bool: ...
-
-
-class ArenaPins:
-    """Values in an arena that this process maps. Any thread may call it."""
-
-    def __init__(self, reader: ArenaReader, copier: Copier, check: Callable[[int, int, Any], bool] | None) -> None:
-        self.reader = reader
-        self._copier = copier
-        self._check = check
-        #: By position: where the value begins in the data, its digest, and what a read must confirm or check, if any.
-        self.values: dict[int, tuple[int, bytes, Located | None]] = {}
-        self._pins: list[int] = []
-        self._finalizer: weakref.finalize[..., ArenaPins] | None = None
-
-    def take_pins(self, session: WorkerSession, pins: list[int], ends: Iterator[Callable[[], None]]) -> None:
-        """Own these pins of a session from now on, and the copy that the caller has begun at it.
-
-        ``ends``: how that ends, as for ``View.pinned``. If this raises, the caller does it, or this does.
-        """
-        self._pins = pins
-        self._finalizer = weakref.finalize(self, _unpin, session, self.reader, pins, ends)
-        self._finalizer.atexit = False
-
-    def read(self, wants: Sequence[Want], results: dict[int, Any]) -> None:
-        """Read ranges of values. Fill in results by position: above 0 for a hit. Raises DeviceError."""
-        reader, copier = self.reader, self._copier
-        data, address = reader.data, reader.data_address
-        devices: list[DeviceCopy] = []
-        shared: list[Copy] | None = [] if copier.shares(sum(ranges.total for _, ranges in wants)) else None
-        for position, ranges in wants:
-            held = self.values.get(position)
-            if held is None:
-                continue
-            start, digest, found = held
-            if found is None:
-                scatter(ranges, data, address, start, copier, reader, devices, shared)
-            elif not self._read_version(start, digest, found, ranges):
-                self.values.pop(position, None)
-                continue
-            results[position] = 1
-        if shared:
-            copier.copy_all(shared, reader.node)
-        if devices:  # one chain for all: a layer of a thousand pages is one wait for the device
-            devices[0][0].copy_to_device(devices)
-
-    def _read_version(self, start: int, digest: bytes, found: Located, ranges: Ranges) -> bool:
-        """Read ranges of a value that no pin holds, or that is checked; return whether it was whole until then."""
-        reader = self.reader
-        if self._check is None:
-            scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
-            reader.touch(found.slot)
-            return reader.confirm_previous(digest, found.slot, found.seq)
-        copy = np.empty(found.length, np.uint8).data
-        self._copier.copy(address_of(copy), reader.data_address + start, found.length, reader.node)
-        kept = found.slot == PINNED or reader.confirm_previous(digest, found.slot, found.seq)
-        if not (kept and self._check(found.flags, found.crc, copy)):
-            return False
-        scatter(ranges, copy, address_of(copy), 0, self._copier)
-        return True
-
-    def end(self) -> None:
-        """Release the values. Nothing reads them any more."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self.values.clear()
-
-    def note_addresses(self, addresses: list[int]) -> bool:
-        """Note where the values are in this process, by position. Return False if reads must look at one of them."""
-        base = self.reader.data_address
-        for position, (start, _, found) in self.values.items():
-            if found is not None:
-                return False
-            addresses[position] = base + start
-        return True
-
-
-def _unpin(
-    session: WorkerSession, _reader: ArenaReader, pins: list[int], ends: Iterator[Callable[[], None]]
-) -> None:  # fmt: skip
-    """Release pins. A finalizer: no lock, no I/O. ``_reader`` kept the mapping until now."""
-    for pin in pins:
-        session.unpin_later(pin)
-    for end in ends:
-        end()
 
 
 class Pins:

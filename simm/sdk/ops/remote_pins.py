@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from ..batch import UNAVAILABLE, Batch
 from ..routing import Routes
 from ..tcp import EXCHANGE_BYTES, EXCHANGE_KEYS, PIECE_BYTES, TcpPath, chunks, judged, receive_large, receive_ranges
 from ..worker_path import Target
+from .checked import Check, Checked
 
 if TYPE_CHECKING:
     from ...rdma.remote_arena import RemoteArena
@@ -50,7 +51,7 @@ class RemotePins:
 
     def __init__(
         self, target: Target, path: TcpPath, channel: Channel, routes: Routes, copier: Copier,
-        check: Callable[[int, int, Any], bool] | None, counters: dict[str, int],
+        check: Check | None, counters: dict[str, int],
     ) -> None:  # fmt: skip
         self.target = target
         self._routes = routes
@@ -65,6 +66,8 @@ class RemotePins:
         self._gone: list[int] = []
         #: The numbers of the UNPINs that have been sent.
         self._unpinning: list[int] = []
+        #: Those of them that are checked.
+        self._checked: dict[int, Checked] = {}
         #: By number: what RDMA reads.
         self._versions: dict[int, tuple[bytes, Version]] = {}
         #: Of the arena that the stream has pinned in last.
@@ -72,7 +75,7 @@ class RemotePins:
 
     @classmethod
     def at(
-        cls, target: Target, routes: Routes, copier: Copier, check: Callable[[int, int, Any], bool] | None,
+        cls, target: Target, routes: Routes, copier: Copier, check: Check | None,
         counters: dict[str, int],
     ) -> RemotePins | None:  # fmt: skip
         """Return a lease at a server, or None if it cannot be reached."""
@@ -109,6 +112,8 @@ class RemotePins:
                 for (value, digest), (status, flags, length, crc, handle, seq, slot) in zip(part, answer.entries):
                     if status == Status.OK:
                         self._values[value] = handle, flags, length, crc
+                        if self._check is not None and (checked := Checked.of(length, flags, crc)):
+                            self._checked[value] = checked
                         self._versions[value] = digest, (generation, slot, seq, length, crc)
         return entries + [_NOWHERE] * (len(keys) - len(entries))
 
@@ -122,7 +127,8 @@ class RemotePins:
             yield from self._read([wants[at] for at in part], results)
 
     def _wanted_bytes(self, number: int, ranges: Ranges) -> int:
-        return ranges.total if self._check is None else self._values[number][2]
+        value = self._checked.get(number)
+        return ranges.total if value is None else sum(end - first for first, end in value.runs(ranges))
 
     def _read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
         """Do one exchange of :meth:`read`."""
@@ -130,9 +136,12 @@ class RemotePins:
         finals: list[Any] = []
         for number, ranges in wants:
             final: Any = None
-            if self._check is not None:  # the whole value must be seen
-                whole = memoryview(bytearray(self._values[number][2]))
-                ranges, final = Ranges([(0, len(whole), 0, whole)], len(whole), len(whole)), (whole, ranges)
+            value = self._checked.get(number)
+            if value is not None:
+                room, runs = np.empty(value.length, np.uint8).data, value.runs(ranges)
+                final = value, room, runs, ranges
+                parts = [(first, end - first, 0, room[first:end]) for first, end in runs]
+                ranges = Ranges(parts, runs[-1][1], sum(part[1] for part in parts))
             elif has_device(part[3] for part in ranges.parts):
                 ranges, final = in_host_memory(ranges)
             hosted.append(ranges)
@@ -214,14 +223,13 @@ class RemotePins:
         """Take received bytes to where they belong, if they are not there; return whether the value is sound."""
         if final is None:
             return True
-        if self._check is None:
+        if number not in self._checked:
             final[0][0].copy_to_device(final)
             return True
-        whole, ranges = final
-        _, flags, _, crc = self._values[number]
-        if not self._check(flags, crc, whole):
+        value, room, runs, ranges = final
+        if not value.holds(room, runs, self._check):
             return False
-        scatter(ranges, whole, address_of(whole), 0, self._copier)
+        scatter(ranges, room, address_of(room), 0, self._copier)
         return True
 
     def _bound(self) -> None:

@@ -19,6 +19,7 @@ from simm.connectors.vllm_plan import Block, Group, Load, Plan, Report
 from simm.connectors.vllm_scheduler import SchedulerSide
 from simm.connectors.vllm_worker import WorkerSide
 from simm.schemes.vllm import merged
+from simm.sdk.ops.pins import Pins
 from simm.testing import FakeClient, FakeStore
 from tests.support.scarce_threads import Gate
 from tests.support.toy_vllm import FULL, NEW_TOKENS, WINDOWED, Engine
@@ -71,6 +72,28 @@ def test_the_next_engine_finds_what_one_has_computed(engine: Any, store: FakeSto
     loaded = 8 + 6 + 1 + 1 if "groups" in form else 9 + 6  # of a window one each
     assert counts["blocks_loaded"] == loaded and counts["bytes_loaded"] > 0 and "blocks_failed" not in counts
     assert one.worker.take_counts()["blocks_stored"] == 10 + 5 * ("groups" in form)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_issue_a_client_with_checksums_reads_all_layers_together(
+    engine: Any, store: FakeStore, checksum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of a layer fetched or checked the whole value, and loads of many layers were given up as too slow."""
+    made = [FakeClient(store=store, deadline_s=WAIT_S, checksum=checksum) for _ in range(2)]
+    one, other = (engine(client=client, layerwise=True) for client in made)
+    assert right(one, PROMPT)
+    reads: list[int] = []
+    real = Pins.read_wants
+
+    def counted(pins: Pins, wants: Any) -> Any:
+        reads.append(len(wants))
+        return real(pins, wants)
+
+    monkeypatch.setattr(Pins, "read_wants", counted)
+    assert right(other, PROMPT) and other.external == [36]
+    assert reads == [9] if checksum else reads == [9] * len(FULL.layers)
+    loses(other, store)
+    assert right(other, OTHER), "what is lost is computed"
 
 
 def test_blocks_that_decoding_fills_are_stored(engine: Any) -> None:

@@ -13,6 +13,7 @@ from simm.client import Client
 from simm.errors import UsageError
 from simm.gpu import copy
 from simm.ipc import session
+from simm.sdk.ops import arena_pins
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_rdma_cluster import FakeRdmaCluster
 from tests.support.gpu import MIB, Array, Real, Tensor, noise, registered_by
@@ -110,6 +111,27 @@ def test_a_layer_of_many_pinned_pages_is_one_wait(fake: FakeCuda, monkeypatch: p
             assert fake.calls.count("cuMemcpyBatchAsync_v2") == fake.calls.count("cuStreamSynchronize") == 1
             assert not {"cuMemcpyHtoDAsync_v2", "cuEventSynchronize"} & set(fake.calls), "nothing is staged"
         assert [fake.peek(room, 4096) for room in rooms] == [noise(number, 8192)[4096:] for number in range(30)]
+
+
+def test_issue_a_layer_of_pinned_pages_that_are_checked_is_one_wait(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page waited for the device by itself."""
+    with FakeRdmaCluster(monkeypatch, size=64 * MIB) as cluster:
+        client = cluster.client("shm", checksum=True)
+        keys = [f"page {number}" for number in range(30)]
+        assert all(client.put_many(keys, [noise(number, 8192) for number in range(30)]))
+        rooms = [fake.alloc(0, 4096) for _ in keys]
+        with client.pin(keys) as pins:
+            fake.calls.clear()
+            assert pins.read([(4096, 4096, [Tensor(room, 4096) for room in rooms])]) == [8192] * 30
+            assert fake.calls.count("cuStreamSynchronize") == 1
+            assert [fake.peek(room, 4096) for room in rooms] == [noise(number, 8192)[4096:] for number in range(30)]
+            monkeypatch.setattr(arena_pins, "_DEVICE_BYTES", 10 * 4096)
+            fake.calls.clear()
+            assert pins.read([(0, 4096, [Tensor(room, 4096) for room in rooms])]) == [8192] * 30
+            assert fake.calls.count("cuStreamSynchronize") == 3, "memory for copies is bounded"
+        assert [fake.peek(room, 4096) for room in rooms] == [noise(number, 8192)[:4096] for number in range(30)]
 
 
 def test_layers_into_devices_beside_misses_and_a_driver_that_fails(

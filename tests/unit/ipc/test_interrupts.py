@@ -32,8 +32,9 @@ from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.net.allowance import ALLOWANCE, Left, allowed, at_least, at_most, tries_of, tries_within
 from simm.sdk.batch import View
+from simm.sdk.ops.arena_pins import ArenaPins
 from simm.sdk.ops.pinner import Pinner
-from simm.sdk.ops.pins import ArenaPins, Pins
+from simm.sdk.ops.pins import Pins
 from simm.sdk.tracing import parts
 from simm.sdk.tracing.parts import TracedShmPut
 from simm.slab import chunk_bytes_for

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simm.arena.reader import ArenaReader, Unsettled
 from simm.ipc import session as session_module
 from simm.ipc.get import ShmGet
+from simm.sdk.ops import remote_pins
 from simm.sdk.reads import Gets
 from tests.support.fake_cluster import ALL, FakeCluster
 
@@ -67,9 +70,9 @@ def test_a_read_of_pins_delivers_what_was_checked(cluster: FakeCluster, monkeypa
     check = ShmGet.check
     done: list[bool] = []
 
-    def then_spoil(gets: ShmGet, flags: int, crc: int, data: Any) -> bool:
-        done.append(check(gets, flags, crc, data))
-        if len(done) == 2:  # the first one is of the pin
+    def then_spoil(gets: ShmGet, *looked_at: Any) -> bool:
+        done.append(check(gets, *looked_at))
+        if len(done) == 1:
             at = segment.mm.find(VALUE)
             segment.mm[at : at + len(VALUE)] = bytes(len(VALUE))
         return done[-1]
@@ -82,7 +85,70 @@ def test_a_read_of_pins_delivers_what_was_checked(cluster: FakeCluster, monkeypa
         assert pins.get_ranges("k", [(8, 100, head)]) == len(VALUE) and head == VALUE[8:108]
         head[:] = bytes(100)
         assert pins.get_ranges("k", [(8, 100, head)]) is None and head == bytes(100), "nothing of it is delivered"
-    assert done == [True, True, False]
+    assert done == [True, False]
+
+
+@pytest.mark.parametrize("path", ["shm", "by version", "tcp"])
+def test_issue_a_load_layer_by_layer_looks_at_a_value_twice(
+    cluster: FakeCluster, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of a layer copied and checked the whole value, so the load took as many times as long as it has layers.
+
+    The first look is at the whole value; after it, each byte is copied and checked once more, with those beside it.
+    """
+    layers, layer = 32, 5000
+    value = os.urandom(layers * layer)
+    taken: list[int] = []
+    checked: list[int] = []
+    check = ShmGet.check
+
+    def noted(gets: ShmGet, flags: int, crc: int, data: Any, *more: int) -> bool:
+        checked.append(len(data))
+        return check(gets, flags, crc, data, *more)
+
+    monkeypatch.setattr(ShmGet, "check", noted)
+    client = cluster.client("tcp" if path == "tcp" else "shm", checksum=True)
+    assert client.put("k", value)
+    assert client.put("other", VALUE)
+    copy, receive = client._copier.copy, remote_pins.receive_ranges
+
+    def copied(target: int, source: int, size: int, *more: Any) -> None:
+        taken.append(size)
+        copy(target, source, size, *more)
+
+    def received(channel: Any, kind: Any, asked: Any) -> Any:
+        taken.extend(ranges.total for _, ranges in asked)
+        return receive(channel, kind, asked)
+
+    monkeypatch.setattr(client._copier, "copy", copied)
+    monkeypatch.setattr(remote_pins, "receive_ranges", received)
+    with contextlib.ExitStack() as held:
+        if path == "by version":
+            held.enter_context(client.pin(["other"]))  # the first pin always finds room
+            with cluster.nodes[0].worker.frozen() as store:
+                store.sessions.pinned_bytes_max = 0
+        pins = held.enter_context(client.pin(["k"]))
+        with cluster.nodes[0].worker.frozen() as store:
+            assert store.stats()["pins"] == 1
+        rows = np.zeros((layers, layer), np.uint8)
+        for number, row in enumerate(rows):
+            assert pins.get_ranges("k", [(number * layer, layer, row)]) == len(value)
+        assert rows.tobytes() == value
+    assert len(checked) == layers and len(value) < sum(taken) < 4 * len(value)
+    assert sum(checked) < 3 * len(value)
+
+
+def test_issue_values_without_a_checksum_are_read_in_place(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read copied all of them, with nothing to check."""
+    assert cluster.client("shm").put_many(["k", "l"], [VALUE, VALUE])
+    client = cluster.client("shm", checksum=True)
+    with client.pin(["k", "l"]) as pins:
+        monkeypatch.setattr(client._copier, "copy", lambda *_: pytest.fail("a value is copied"))
+        rows = np.zeros((2, 100), np.uint8)
+        assert pins.read([(8, 100, rows)]) == [len(VALUE)] * 2
+        assert rows.tobytes() == VALUE[8:108] * 2
 
 
 @pytest.mark.parametrize("size", [100, 1 << 20])

@@ -18,8 +18,9 @@ from simm.host import buffers, fork_copies
 from simm.ipc.counts import Word
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel
+from simm.sdk.ops.arena_pins import ArenaPins
 from simm.sdk.ops.parts import Rows, runs_of
-from simm.sdk.ops.pins import WAKE_KEYS, ArenaPins, Pins
+from simm.sdk.ops.pins import WAKE_KEYS, Pins
 from simm.server.stream import Stream
 from simm.server.stream_get import Leased, Leases
 from simm.wire import messages as M
