@@ -486,6 +486,9 @@ COMMANDS: Final[dict[str, Command]] = {
     "version": _version,
 }
 
+#: Those that run until they are ended, and that units start again.
+_SERVERS: Final = frozenset(("local", "manager", "dataserver", "index", "events"))
+
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
@@ -526,4 +529,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = f"simm {name}"
     if name not in ("manager", "dataserver"):
         end_cleanly_on_signals()  # servers install their own handlers
-    return guarded(lambda: command(rest, prog), prog)
+    return guarded(lambda: command(rest, prog), prog, serves=name in _SERVERS)

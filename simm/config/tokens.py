@@ -110,6 +110,8 @@ def parse_tokens(text: str, where: str) -> tuple[Token, ...]:
         found = tuple(_parse_line(f"line {number} of {where}", line) for number, line in lines)
         most = TOKENS_MAX
     else:
+        for number, line in lines:
+            _check_comment(f"line {number} of {where}", line.split()[1:])
         found = tuple(Token(line, TokenRole.ADMIN, f"line {number}", old=True) for number, line in lines)
         most = OLD_TOKENS_MAX
     if len(found) > most:
@@ -139,6 +141,15 @@ def _check_spelling(where: str, word: str) -> None:
         raise ConfigError(f"{where} begins with {printable(word)!r}, which is no role: write {near[0]}")
 
 
+def _check_comment(where: str, behind: Sequence[str]) -> None:
+    """Raise ConfigError if there is a comment behind a token.
+
+    Its words would be names that the token may use, or belong to a token of the old kind, which may have spaces.
+    """
+    if any(word.startswith("#") for word in behind):
+        raise ConfigError(f"{where}: a comment has a line of its own, with # in front")
+
+
 def _parse_line(where: str, line: str) -> Token:
     words = line.split()
     role = _ROLES.get(words[0])
@@ -152,8 +163,7 @@ def _parse_line(where: str, line: str) -> Token:
         raise ConfigError(f"{where}: a label has 1 to 64 letters, digits and ._@-, and stands before the token")
     if len(label) >= len(secret):  # the token would be public, and what stands in its place easy to guess
         raise ConfigError(f"{where}: a label is shorter than its token: are the two swapped, or is the label missing?")
-    if any(word.startswith("#") for word in bound):  # its words would be names that the token may use
-        raise ConfigError(f"{where}: a comment has a line of its own, with # in front")
+    _check_comment(where, bound)
     if not bound:
         return Token(secret, role, label)
     if role is TokenRole.CLIENT:

@@ -2,8 +2,8 @@
 
 Exit codes
     0    success; for exists: every key is stored
-    1    a key was not found or not stored; a check failed; a server could not start; the system lacks something now
-    2    wrong usage, wrong settings, or the cluster cannot be reached
+    1    a key was not found or not stored; a check failed; a server could not start, or the system lacks what it needs
+    2    wrong usage, wrong settings, or the cluster cannot be reached; of other commands, the system lacks something
     130  Ctrl-C (143 for SIGTERM, 129 for SIGHUP), after all started processes have ended
     141  the reader of stdout closed it early (``| head``); prints no message
 """
@@ -90,8 +90,12 @@ def require_shown(value: bytes, remedy: str) -> None:
         raise UsageError(f"the value is binary, and stdout is a terminal: {remedy}")
 
 
-def guarded(run: Callable[[], int], prog: str) -> int:
-    """Call ``run`` and return an exit code. Prints at most one sentence for an error."""
+def guarded(run: Callable[[], int], prog: str, *, serves: bool = False) -> int:
+    """Call ``run`` and return an exit code. Prints at most one sentence for an error.
+
+    ``serves``: it is a server, which a unit starts again after EXIT_NO, so it ends with that for what may pass. Of
+    other commands EXIT_NO is an answer, as of ``exists``: those that could not ask end with EXIT_USAGE.
+    """
     print_any_text()
     try:
         try:
@@ -109,15 +113,15 @@ def guarded(run: Callable[[], int], prog: str) -> int:
         return EXIT_PIPE
     except SimmError as exc:
         print(f"{prog}: {printable(str(exc))}", file=sys.stderr)
-        passes = isinstance(exc, ConfigError) and may_pass(exc)
+        passes = serves and isinstance(exc, ConfigError) and may_pass(exc)
         return EXIT_USAGE if isinstance(exc, (UsageError, ConfigError, TransportError)) and not passes else EXIT_NO
     except OSError as exc:
         print(f"{prog}: {printable(_os_text(exc))}", file=sys.stderr)
         # Below 0 are those of names that are not known, or not yet.
-        return EXIT_NO if exc.errno in _OF_NOW or (exc.errno or 0) < 0 else EXIT_USAGE
+        return EXIT_NO if serves and (exc.errno in _OF_NOW or (exc.errno or 0) < 0) else EXIT_USAGE
     except MemoryError:
         print(f"{prog}: out of memory; use smaller values or a smaller --working-set", file=sys.stderr)
-        return EXIT_NO
+        return EXIT_NO if serves else EXIT_USAGE
 
 
 def _os_text(exc: OSError) -> str:

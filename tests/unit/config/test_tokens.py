@@ -59,12 +59,12 @@ def test_the_least_quota_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [SECRET, f"{SECRET}\n{OTHER}\n", f"# old\n\n  {SECRET}  \r\n", "words of an old token"]
+    "text", [SECRET, f"{SECRET}\n{OTHER}\n", f"# old\n\n  {SECRET}  \r\n", "words of an old token", f"{OTHER}#{SECRET}"]
 )
 def test_a_file_of_the_old_kind(text: str) -> None:
     for token in parse_tokens(text, "f"):
         assert token.old and token.role is TokenRole.ADMIN and token.namespaces is None
-    assert parse_tokens(text, "f")[0].secret in (SECRET, "words of an old token")
+    assert parse_tokens(text, "f")[0].secret in (SECRET, "words of an old token", f"{OTHER}#{SECRET}")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,8 @@ def test_a_file_of_the_old_kind(text: str) -> None:
         (f"client a {SECRET} #b", "line 1 .*a comment has a line of its own"),
         (f"server a {SECRET} # rack 3", "line 1 .*a comment has a line of its own"),
         (f"client b {OTHER}\nadmin a {SECRET} # for ops", "line 2 .*a comment has a line of its own"),
+        (f"{SECRET} # my key", "line 1 .*a comment has a line of its own"),
+        (f"# old\n{SECRET}\n{OTHER}  #next", "line 3 .*a comment has a line of its own"),
         (f"{SECRET}\n{SECRET}", "lines 1 and 2 .*same token"),
         ("\n".join(f"client a {SECRET}{n}" for n in range(TOKENS_MAX + 1)), f"1 to {TOKENS_MAX} are allowed"),
     ],

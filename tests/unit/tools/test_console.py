@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from simm import cli
+from simm.config.parsers import users
 from simm.errors import ConfigError
 from simm.testing import FakeClient, FakeStore
 from simm.tools.console import guarded
@@ -80,18 +81,41 @@ def test_looking_has_no_traceback_in_any_encoding(words: list[str], encoding: st
     ids=repr,
 )  # fmt: skip
 @pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("serves", [False, True])
 def test_issue_what_the_system_lacks_now_is_no_wrong_usage(
-    raised: OSError, code: int, wrapped: bool, capsys: pytest.CaptureFixture[str]
+    raised: OSError, code: int, serves: bool, wrapped: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A unit is not started again after 2."""
+    """A unit is not started again after 2. Other commands answer no by 1, and nobody was asked."""
 
     def run() -> int:
         if wrapped:
             raise ConfigError(f"cannot read the token file: {raised}") from raised
         raise raised
 
-    assert guarded(run, "simm x") == code
+    assert guarded(run, "simm x", serves=serves) == (code if serves else 2)
     assert str(raised.strerror) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", ["an unknown user", "a broken disk", "no memory"])
+@pytest.mark.parametrize(("words", "code"), [
+    (["exists", "k"], 2), (["delete", "k"], 2), (["get", "k"], 2), (["put", "k", "-"], 2), (["ctl", "keys"], 2),
+    (["index"], 1), (["events"], 1),
+])  # fmt: skip
+def test_issue_a_key_is_not_said_to_be_absent_if_nobody_was_asked(
+    words: list[str], code: int, fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``simm exists k || refill`` refilled."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        if fails == "no memory":
+            raise MemoryError
+        if fails == "a broken disk":
+            raise ConfigError("cannot read the file") from OSError(errno.EIO, os.strerror(errno.EIO))
+        users("no-such-user-here")
+
+    monkeypatch.setitem(cli.COMMANDS, words[0], fail)
+    assert cli.main(words) == code
+    assert capsys.readouterr().err.startswith(f"simm {words[0]}: ")
 
 
 @pytest.mark.parametrize("words", [["drain"], ["drain", "--no-wait"], ["resume"]])
