@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from simm.arena.layout import NAMESPACES, SESSION_LINES_MAX
 from simm.client import Client
 from simm.constants import COUNT_WORDS, FRAME_BYTES_MAX, NAMESPACE_BYTES_MAX
+from simm.errors import UsageError
 from simm.ipc.counts import BUCKETS, COUNTERS, TIMED
 from simm.ipc.tally import CLAIMS_MAX, NAMESPACES_MAX, OTHERS, Tally, claims
 from simm.server.operators.pages import METRICS
@@ -22,10 +23,10 @@ from tests.support.http_page import page
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import WAIT_S, wait_until
 
-#: Another sample, another line, colours, no characters, a direction, a separator of lines, quotes, the name of others.
+#: Another sample, another line, colours, no characters, a direction, a separator of lines, quotes.
 EVIL = (
     'a"} 1\nsimm_faked_total{server="', "a\r\nsimm_faked_total 7\n", "\x1b[31mred\x07", "\0\x7f", "‮kcab", "\u2028",
-    '\\"\\', OTHERS, "# HELP simm_faked_total x", "x" * NAMESPACE_BYTES_MAX, "\N{PILE OF POO}" * 16,
+    '\\"\\', "# HELP simm_faked_total x", "x" * NAMESPACE_BYTES_MAX, "\N{PILE OF POO}" * 16,
 )  # fmt: skip
 
 
@@ -37,6 +38,8 @@ def cluster(nothing_is_left: Path) -> Iterator[Cluster]:
 
 @pytest.mark.quick
 def test_issue_names_of_namespaces_do_nothing_to_a_page(cluster: Cluster) -> None:
+    with pytest.raises(UsageError, match="stands for several"):
+        Client(cluster.manager, namespace=OTHERS)
     for name in EVIL:
         for path in ("shm", "tcp"):
             with Client(cluster.manager, namespace=name, path=path, deadline_s=WAIT_S) as client:
