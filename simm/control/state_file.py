@@ -9,8 +9,8 @@ point the file holds the old state or the new one, whole. A state that cannot be
 by an empty one: the error says what is wrong and what to do.
 
 Whoever writes the state says what the cluster is. Where other users may write, as in /tmp, one may have made the
-folder or a file of it first, or a folder above. So what lies there must be this user's or root's. A pipe would stop the
-start for ever, so files are ordinary ones anywhere.
+folder or a file of it first, or a folder or link on the way to it. So what lies there must be this user's or root's. A
+pipe would stop the start for ever, so files are ordinary ones anywhere.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from ..host.users import others_may_make, trusts
 
 FILE_FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 64 << 20
+#: On the way to the folder. The kernel follows as many.
+LINKS_MAX: Final = 40
 
 
 #: A link in the folder could name any file of this user: the lock and the new state would overwrite it. A pipe has
@@ -51,9 +53,7 @@ class StateFile:
         lock = folder / f"{name}.lock"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for way in (folder.absolute(), folder.resolve()):  # with links, and to what they lead
-                for each in (way, *way.parents):
-                    _require_own(each, os.lstat(each))
+            _require_own_way(folder)
             self._lock = _open_own(lock, os.O_RDWR | os.O_CREAT)
         except OSError as exc:
             raise ConfigError(
@@ -153,6 +153,30 @@ def _require_own(path: Path, about: os.stat_result) -> None:
             f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and others may write in "
             f"{path.parent}",
         )
+
+
+def _require_own_way(folder: Path) -> None:
+    """Raise PermissionError if another user may have made a folder, one above, or any link that leads to it.
+
+    Goes as the kernel does: a link that another link leads to says where the state is, too. Raises OSError for what it
+    cannot look at, and for more than LINKS_MAX links.
+    """
+    at, links = Path("/"), 0
+    left = list(reversed(folder.absolute().parts))
+    while left:
+        each = at / left.pop()  # begins anew at the "/" of a link's absolute path
+        if each.name == "..":
+            at = at.parent
+            continue
+        about = os.lstat(each)
+        _require_own(each, about)
+        if not stat.S_ISLNK(about.st_mode):
+            at = each
+            continue
+        links += 1
+        if links > LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        left += reversed(Path(os.readlink(each)).parts)
 
 
 def _open_own(path: Path, how: int) -> int:

@@ -130,6 +130,39 @@ def test_issue_where_a_link_leads_nobody_else_may_have_made_it(tmp_path: Path) -
 
 
 @needs_root
+@pytest.mark.parametrize(
+    ("link_to", "below"), [("shared/theirs", "state"), ("shared/theirs/state", ""), ("shared/last", "")]
+)
+def test_issue_where_a_link_leads_is_no_link_of_another_user(tmp_path: Path, link_to: str, below: str) -> None:
+    """An operator's link led to a folder that another user chose, although the folder at the end is the operator's."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)  # not sticky: the kernel itself may refuse to follow others' links there
+    state = tmp_path / "elsewhere" / "state"
+    state.mkdir(parents=True)
+    for name, end in ("theirs", "../elsewhere"), ("last", "../elsewhere/state"):
+        (shared / name).symlink_to(end)
+        os.chown(shared / name, UID, UID, follow_symlinks=False)
+    (tmp_path / "link").symlink_to(link_to if below else tmp_path / link_to)
+    folder = tmp_path / "link" / below
+    with pytest.raises(ConfigError, match=f"{shared}/(theirs|last) belongs to uid {UID}"):
+        StateFile(folder, "manager")
+    assert list(state.iterdir()) == []
+    shared.chmod(0o755)  # the control: nobody else could have made it
+    StateFile(folder, "manager").close()
+    assert [each.name for each in state.iterdir()] == ["manager.lock"]
+
+
+def test_links_that_lead_to_each_other_stop_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may come after the folder has been made: the kernel has refused those that were there before."""
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to(tmp_path / "one")
+    monkeypatch.setattr(Path, "mkdir", lambda *args, **kwargs: None)
+    with pytest.raises(ConfigError, match=os.strerror(errno.ELOOP)):
+        StateFile(tmp_path / "one" / "state", "manager")
+
+
+@needs_root
 def test_what_an_operator_has_made_is_used_whosever_it_is(tmp_path: Path) -> None:
     """A network's file system may show every file as somebody else's. Nobody else makes one there."""
     folder = tmp_path / "state"
