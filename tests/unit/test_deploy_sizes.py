@@ -1,4 +1,4 @@
-"""deploy/helm: the sizes that the chart takes for the further settings are those that the servers take."""
+"""deploy/helm: the chart takes the sizes that the servers take, as text: a number alone, or with K, M or G."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ SIZES: Final = [
     *("65536K", "64000000", "60000000", "65000K", "1024K", "16384K"),
     *(f"{1 + random.Random(seed).randrange(10**seed)}{unit}" for seed in range(1, 10) for unit in ("", "K", "M", "G")),
 ]
+#: Sizes for both settings, in forms that are for servers alone.
+OTHER_FORMS: Final = ["4MiB", "4MB", "4m", "1.5M", "4 M", "4194304B", "04M"]
+
+
+def schema_of(name: str) -> dict[str, str]:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["dataserver"]["properties"]
+    about: dict[str, str] = schema["settings"]["properties"][name]
+    return about
 
 
 def refused_by_servers(name: str, text: str) -> bool:
@@ -49,12 +57,20 @@ def refused_by_servers(name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["value_size", "events"])
-def test_issue_the_schema_takes_what_a_server_takes(name: str) -> None:
+def test_issue_the_schema_takes_each_size_that_a_server_takes(name: str) -> None:
     """It refused some sizes that servers take, the largest value's among them: an upgrade failed for one that ran."""
-    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["dataserver"]["properties"]
-    pattern = schema["settings"]["properties"][name]["pattern"]
+    pattern = schema_of(name)["pattern"]
     taken = [text for text in SIZES if not refused_by_servers(name, text)]
     assert len(taken) > 12 and [text for text in taken if not re.fullmatch(pattern, text)] == []
+
+
+@pytest.mark.parametrize("name", ["value_size", "events"])
+def test_the_schema_takes_no_form_that_the_chart_misreads(name: str) -> None:
+    """Its own look at the bounds would take 4m for four bytes, and can read no number that is not text."""
+    about = schema_of(name)
+    assert about["type"] == "string"
+    assert [text for text in OTHER_FORMS if refused_by_servers(name, text)] == []
+    assert [text for text in OTHER_FORMS if re.search(about["pattern"], text)] == []
 
 
 @needs_helm
