@@ -32,7 +32,7 @@ from .sources import GPU, U64, Holder, Ignored, Late, Missed, Parked, Registrati
 from .table import GROWTH, Owners, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
-#: Of each source: ranks and groups, and holders, as there is one for each salt.
+#: Of each source: ranks and groups, and holders, as there is one for each salt. Room for a sixteenth is for new ones.
 LANES_MAX: Final = 1024
 HOLDERS_MAX: Final = 1 << 15
 #: Blocks of a source, and identifiers of holders that are gone before both tables are swept.
@@ -171,16 +171,16 @@ class Blocks:
 
     def _holder(self, source: Source, space: Space, rank: int, group: int, node: str) -> Holder:
         key = space, rank, group, node
-        holder = source.holders.pop(key, None)
+        holder = source.holders.get(key)
         if holder is not None:
-            source.holders[key] = holder  # it is the last one to go
+            source.holders.move_to_end(key)  # it is the last one to go, and never out: this needs no memory
             return holder
         if len(source.holders) >= min(source.holders.room, HOLDERS_MAX):
             self._make_room(source)
         holder = Holder(self._new_id(), source, space, rank, group, node)
-        source.holders.add(holder)
-        self._holders[holder.id] = holder
         self.spaces.add(holder)
+        self._holders[holder.id] = holder
+        source.holders.add(holder)  # the last step: what is there is whole, and can be forgotten
         return holder
 
     def _make_room(self, source: Source) -> None:
@@ -188,10 +188,10 @@ class Blocks:
         self._flush()
         for holder in source.holders.idle():
             self._forget(holder)
-        if len(source.holders) >= HOLDERS_MAX:
-            for holder in list(source.holders.values())[: HOLDERS_MAX // 16 or 1]:
-                self._forget(holder)
-                source.ignore(Missed("too many spaces"))
+        surplus = len(source.holders) + (HOLDERS_MAX // 16 or 1) - HOLDERS_MAX  # else the next one would look again
+        for holder in list(source.holders.values())[: max(0, surplus)]:
+            self._forget(holder)
+            source.ignore(Missed("too many spaces"))
         if len(self._dead) > DEAD_MAX:
             self.sweep()
 
@@ -237,7 +237,7 @@ class Blocks:
                     self._removed(source, event, mine)
                 else:
                     source.emptied(mine)
-                    self.clear(source, event.where.tenant if source.registration.store else None)
+                    self.clear(source, source.said(event.where).tenant if source.registration.store else None)
             except Ignored as why:
                 source.ignore(why)
 
@@ -364,7 +364,10 @@ class Blocks:
         assert event.tokens is not None
         for at, name in enumerate(event.hashes):
             known, holder = self._parent(name, lane)
-            if known is not None and holder and holder.space.block_size == step and holder.space.agrees(event.where):
+            if (
+                known is not None and holder and holder.space.block_size == step
+                and holder.space.agrees(holder.source.said(event.where))
+            ):  # fmt: skip
                 found, key = holder, known
             else:
                 key = key_of(event.tokens[4 * step * at : 4 * step * (at + 1)], key, self.seed)
@@ -431,9 +434,9 @@ class Blocks:
     def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:
         """Take blocks away that have no alias: of every space that the event may mean."""
         keys = np.unique(np.array(event.hashes, np.uint64))
-        for holder in source.holders.meant(event.where, rank):
-            slots = self._held.find(keys, np.full(len(keys), holder.id, np.uint32))
-            self._lower(source, slots[slots >= 0], tier)
+        meant = source.holders.meant(source.said(event.where), rank)
+        ids = np.array([each.id for each in meant if each.blocks], np.uint32)
+        self._lower(source, self._held.find_each(keys, ids), tier)
 
     # -- the tables --------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class BadEvent(Exception):
 
 
 class Where(NamedTuple):
-    """What an event says of its blocks beside their names. None where it says nothing.
+    """What an event says of its blocks beside their names. None where it says nothing, see ``Source.said`` for "".
 
     Attributes:
         salt: of a tenant or deployment; in vLLM only a prompt's first block has it.
@@ -421,9 +421,9 @@ def _hash(value: _Hash) -> int:
 def _where(fields: _Map) -> Where:
     texts = {
         "medium": fields.medium, "model": fields.model_name, "tenant": fields.tenant_id,
-        "lora": fields.lora_name or (f"id-{fields.lora_id}" if fields.lora_id else None),
-        "salt": fields.cache_salt or fields.additional_salt, "kind": fields.kv_cache_spec_kind,
-        "owner": fields.ownership or fields.backend_id, "locality": fields.locality,
+        "lora": _first(fields.lora_name, f"id-{fields.lora_id}" if fields.lora_id else None),
+        "salt": _first(fields.cache_salt, fields.additional_salt), "kind": fields.kv_cache_spec_kind,
+        "owner": _first(fields.ownership, fields.backend_id), "locality": fields.locality,
     }  # fmt: skip
     for name, text in texts.items():
         if text is not None and len(text) > TEXT_MAX:
@@ -434,8 +434,12 @@ def _where(fields: _Map) -> Where:
     rank = fields.dp_rank
     if rank is not None and not 0 <= rank < RANK_MAX:
         raise BadEvent(f"{rank} is no rank")
-    # An empty text says nothing, of what is removed as of what is stored.
-    return Where(rank=rank, group=group, **{name: text or None for name, text in texts.items()})
+    return Where(rank=rank, group=group, **texts)
+
+
+def _first(*texts: str | None) -> str | None:
+    """Return the first text that is not empty, else "" if one is there at all."""
+    return next(filter(None, texts), "" if "" in texts else None)
 
 
 def _extras(given: list[Any] | None, where: Where, first: bool) -> tuple[str | None, tuple[bytes, ...]]:

@@ -163,7 +163,7 @@ class Holder:
 _HolderName = tuple[Space, int, int, str]
 
 
-class Holders(dict[_HolderName, Holder]):
+class Holders(OrderedDict[_HolderName, Holder]):
     """The holders of a source by their names. The one that was added to longest ago is the first."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Holders(dict[_HolderName, Holder]):
         """Add a holder. O(1)."""
         space = holder.space
         here = self._tree.setdefault(space.tenant, {}).setdefault(space.salt, {}).setdefault(holder.node, {})
-        self[holder.name] = here[holder.name] = holder
+        here[holder.name] = self[holder.name] = holder
 
     def remove(self, holder: Holder) -> None:
         """Remove a holder. O(1)."""
@@ -378,6 +378,17 @@ class Source:
         return Space(
             where.model or told.model, where.lora or told.lora, where.tenant or told.tenant, where.salt or told.salt,
             size,
+        )  # fmt: skip
+
+    def said(self, where: Where) -> Where:
+        """Return what an event says: where a text is empty, what the publisher was registered with, as in a space."""
+        if "" not in where:
+            return where
+        told = self.registration
+        return where._replace(
+            model=told.model if where.model == "" else where.model, lora=told.lora if where.lora == "" else where.lora,
+            tenant=told.tenant if where.tenant == "" else where.tenant,
+            salt=told.salt if where.salt == "" else where.salt, owner=told.node if where.owner == "" else where.owner,
         )  # fmt: skip
 
     def note_group(self, group: int, size: int | None) -> None:

@@ -32,8 +32,9 @@ _NEXT: Final = np.arange(4)
 BUCKETS_MIN: Final = 8
 
 Keys = NDArray[np.uint64]
-#: Slots that are looked at at once.
+#: Slots that are looked at at once, and pairs of keys and owners that are searched for at once, with 200 bytes each.
 _PASS: Final = 1 << 18
+_PAIRS: Final = 1 << 16
 Owners = NDArray[np.uint32]
 Slots = NDArray[np.int64]
 
@@ -183,6 +184,15 @@ class Table:
         buckets = self._placed(mixed, owners[:, None]).reshape(-1)
         found = self._search(buckets, np.concatenate([keys] * most), owners.repeat(count))
         return found.reshape(most, count)
+
+    def find_each(self, keys: Keys, owners: Owners) -> Slots:
+        """Return the slots of all entries that have one of the keys and one of the owners. O(keys x owners)."""
+        mixed, step = self.mixed(keys), max(1, _PAIRS // max(1, len(keys)))
+        found = [np.zeros(0, np.int64)]
+        for at in range(0, len(owners), step):
+            slots = self.find_all(mixed, keys, owners[at : at + step])
+            found.append(slots[slots >= 0])
+        return np.concatenate(found)
 
     def find_mixed(self, mixed: Keys, keys: Keys, owners: Owners) -> Slots:
         """Do :meth:`find` for keys of which :meth:`mixed` is known."""

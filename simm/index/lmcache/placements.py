@@ -12,6 +12,7 @@ No I/O, no clock.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -19,6 +20,7 @@ from ..sources import CPU, STORAGE
 from .messages import Entry
 
 #: Of one server or pool: families, fewer than ``blocks.HOLDERS_MAX``, and places, which are backends of a tier.
+#: Room for a sixteenth of the families is for new ones.
 FAMILIES_MAX: Final = 1 << 14
 PLACES_MAX: Final = 16
 #: So many families, and models with their ranks, are there before those without chunks are looked for.
@@ -80,7 +82,8 @@ class Placements:
     """What one server holds, or what several have in a backend that they share. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._families: dict[Family, _Chunks] = {}
+        #: The one that was stored to longest ago is the first.
+        self._families: OrderedDict[Family, _Chunks] = OrderedDict()
         #: Groups of layers, by model and ranks.
         self._groups: dict[tuple[str, int], list[int]] = {}
         #: By model, salt and ranks: an event that removes has no size.
@@ -98,14 +101,15 @@ class Placements:
     def store(self, entry: Entry, size: int, place: Place) -> bool:
         """Note a part. Return False if there is no room for its place. O(1), but for a new group or family."""
         family = Family(entry.model, entry.salt, entry.world, size)
-        chunks = self._families.pop(family, None)
+        chunks = self._families.get(family)
         if chunks is None:
             if len(self._families) >= self._room:
                 self._make_room()
             groups = self._groups.setdefault((family.model, family.world), [])
             chunks = _Chunks(groups)
             self._sizes.setdefault(family[:3], []).append(family)
-        self._families[family] = chunks  # it is the last one to go
+            self._families[family] = chunks
+        self._families.move_to_end(family)  # it is the last one to go, and never out: this needs no memory
         held = chunks.parts.get(place)
         if held is None:
             if len(chunks.parts) >= PLACES_MAX:
@@ -159,7 +163,7 @@ class Placements:
                 del self._groups[name]
         # One that is forgotten is there until it has been told.
         many, few = len(self._families), FAMILIES_MAX // 16 or 1
-        full = many >= FAMILIES_MAX
+        full = many > FAMILIES_MAX - few  # else the next one would look again
         for family in list(self._families)[: many + few - FAMILIES_MAX] if full else ():
             chunks = self._families[family]
             self.forgotten += any(chunks.parts.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,14 +13,19 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 from simm.index import blocks as blocks_module
+from simm.index import table as table_module
 from simm.index.blocks import Blocks
 from simm.index.events import Where
 from simm.index.keys import request_keys
+from simm.index.lmcache import placements as placements_module
 from simm.index.lmcache.hashes import namers
+from simm.index.lmcache.messages import Entry
+from simm.index.lmcache.placements import Placements
 from simm.index.lmcache.servers import Servers
 from simm.index.scores import score
 from simm.index.service import Service
 from simm.index.sources import Holder, Holders, Registration, Space, Spaces
+from simm.index.table import Table
 from tests.support.index_events import MODEL, SIZE, SPACE, apply, asked, engine, prompt, removed, stored
 from tests.support.lmcache_server import PROMPTS, Part, batch, body, entry
 from tests.support.lmcache_server import SIZE as CHUNK
@@ -73,6 +79,77 @@ def test_the_salt_that_was_stored_longest_ago_makes_room(monkeypatch: pytest.Mon
     assert not source.holders and not source.holders._tree and not index.spaces and not index.spaces._sizes
 
 
+def _salt_of_a_server(number: int) -> Entry:
+    return Entry(b"chunk", "m", f"user-{number}", 1, 0, 0, SIZE)
+
+
+def test_users_that_replace_others_cost_no_look_at_all_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just below the bound one went for each that came, and all were looked at for it."""
+    looks = []
+    for module, kind, bound in (
+        (blocks_module, Blocks, "HOLDERS_MAX"), (placements_module, Placements, "FAMILIES_MAX")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, bound, 64)
+        real = kind._make_room
+        monkeypatch.setattr(kind, "_make_room", lambda *of, real=real: looks.append(of) or real(*of))
+    index, held, place = Blocks(), Placements(), ("l1", "dram")
+    source = engine(index)
+    apply(index, source, *map(salted, range(63)))
+    for number in range(63):
+        held.store(_salt_of_a_server(number), SIZE, place)
+    for number in range(100):
+        apply(index, source, salted(63 + number), removed([number]))
+        held.store(_salt_of_a_server(63 + number), SIZE, place)
+        held.delete(_salt_of_a_server(number), place)
+        held.settle()
+    assert 2 <= len(looks) <= 2 * (100 // 4 + 1)
+    assert source.blocks >= 58 and held.entries >= 58, "few are forgotten for that"
+    assert found(index, 162) and not found(index, 99)
+
+
+def test_what_is_stored_for_a_known_user_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed then was in no list of what its publisher has, and counted for good."""
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    class Families(OrderedDict[Any, Any]):
+        pass
+
+    index, held, place = Blocks(), Placements(), ("l1", "dram")
+    source = engine(index)
+    apply(index, source, salted(1), salted(2))
+    for number in (1, 2):
+        held.store(_salt_of_a_server(number), SIZE, place)
+    held._families = Families(held._families)
+    monkeypatch.setattr(Holders, "__setitem__", refuse)
+    monkeypatch.setattr(Families, "__setitem__", refuse)
+    apply(index, source, stored([3], prompt(1, 1), cache_salt="user-1"))
+    held.store(_salt_of_a_server(1)._replace(digest=b"other"), SIZE, place)
+    assert [each.blocks for each in source.holders.values()] == [1, 2]
+    assert [each.salt for each in held._families] == ["user-2", "user-1"]
+    index.unregister(source.registration.name)
+    assert not found(index, 1) and not index.spaces
+
+
+@pytest.mark.parametrize("kind", [Holders, Spaces])
+def test_a_new_user_without_memory_leaves_nothing_that_counts(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    index = Blocks()
+    source = engine(index)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "add", refuse)
+        with pytest.raises(MemoryError):
+            apply(index, source, salted(1))
+    apply(index, source, salted(2))
+    index.clear(source)
+    assert not found(index, 1) and not found(index, 2) and not index.entries
+    apply(index, source, salted(2))
+    assert found(index, 2) and source.blocks == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_holders_that_a_removal_means(seed: int) -> None:
     rng = random.Random(seed)
@@ -117,16 +194,41 @@ def test_a_removal_looks_at_no_other_tenants(monkeypatch: pytest.MonkeyPatch) ->
     assert source.blocks == 0 and len(looks) == len(tenants)
 
 
-@pytest.mark.parametrize("name", ["tenant_id", "backend_id", "model_name", "additional_salt"])
-def test_a_field_that_is_empty_says_nothing(name: str) -> None:
-    """What was stored so was that of the registration, and what was removed so was nobody's: it counted for good."""
+@pytest.mark.parametrize("pairs", [table_module._PAIRS, 7])
+def test_a_removal_that_names_no_salt_is_one_search(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was one for each salt, 75 us each: seconds of a store that evicts."""
+    monkeypatch.setattr(table_module, "_PAIRS", pairs)
     index = Blocks()
-    source = index.register(Registration("s", MODEL, "mooncake", 1, tenant="t", salt="w8", node="h"))
-    event = {"seq_hashes": [7], "medium": "CPU", name: ""}
-    apply(index, source, {**event, "event_type": "stored", "block_size": 1})
-    assert source.blocks == 1 and next(iter(source.holders))[3] == "h"
+    source = index.register(Registration("s", MODEL, "mooncake", 1))
+    event = {"seq_hashes": [7, 8, 9], "medium": "CPU", "block_size": 1, "event_type": "stored"}
+    apply(index, source, *({**event, "additional_salt": f"user-{number}"} for number in range(60)))
+    searches = []
+    for name in ("find", "find_all"):
+        real = getattr(Table, name)
+        monkeypatch.setattr(Table, name, lambda *of, real=real: searches.append(of) or real(*of))
+    apply(index, source, {"event_type": "removed", "seq_hashes": [9, 7, 9, 1], "medium": "CPU"})
+    assert [each.blocks for each in source.holders.values()] == [1] * 60 and source.blocks == index._held.entries == 60
+    assert len(searches) == -(-60 // (pairs // 3)), "of three names each"
+
+
+@pytest.mark.parametrize(
+    "name", ["tenant_id", "backend_id", "model_name", "additional_salt", "cache_salt", "lora_name"]
+)  # fmt: skip
+@pytest.mark.parametrize("last", ["removed", "cleared"])
+def test_a_field_that_is_empty_is_as_registered(name: str, last: str) -> None:
+    """What was removed so was nobody's, and counted for good; or everybody's, and what others had was forgotten."""
+    index = Blocks()
+    source = index.register(Registration("s", MODEL, "mooncake", 1, "l", "t", "w8", node="h"))
+    event = {"seq_hashes": [7], "medium": "CPU"}
+    for said in ("", "another"):
+        apply(index, source, {**event, "event_type": "stored", "block_size": 1, name: said})
+    mine, other = source.holders
+    assert mine == (Space(MODEL, "l", "t", "w8", 1), 0, 0, "h") and source.blocks == 2
+    apply(index, source, {**event, "event_type": last, name: ""})
+    left = {each.name for each in source.holders.values() if each.blocks}
+    assert left == ({other} if last == "removed" or name == "tenant_id" else set())
     apply(index, source, {**event, "event_type": "removed"})
-    assert source.blocks == 0
+    assert source.blocks == 0, "one that is missing may mean any"
 
 
 class Name(str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -508,7 +509,7 @@ def test_names_of_others_are_refused() -> None:
     assert _take(servers, _store(1)) == (0, 0, 1)
 
 
-class _Unread(dict[Any, Any]):
+class _Unread(OrderedDict[Any, Any]):
     """A dictionary that nobody may look through."""
 
     def _refuse(self) -> Any:
@@ -537,7 +538,7 @@ def test_a_batch_looks_only_at_families_that_it_names(monkeypatch: pytest.Monkey
     assert (_blocks(index, "a"), _blocks(index, "pool:lmcache:other:1")) == (3, 0)
 
 
-class _Counted(dict[Any, Any]):
+class _Counted(OrderedDict[Any, Any]):
     """A dictionary that counts how often somebody looks through it."""
 
     looks = 0
