@@ -113,7 +113,8 @@ class Stream:
         It counts as a replay that failed: another one is asked for, after a longer pause each time. What comes until
         then counts, as far as it is applied. Others that fail until then count as the same one.
         """
-        failures, reached, again = self.failures, self._reached, self.held and not self.asking
+        failures, again = self.failures, self.held and not self.asking
+        reached = self._reached if self._asked is None else 0  # all that is asked for now is new behind a hole
         self._anew()
         self.failures, self._reached, self.held = failures, reached, True
         if not again:
@@ -225,6 +226,8 @@ class Stream:
         if self.replaying and self.next is not None:
             self._lose()
             self.next = None
+            if self._asked is not None:
+                self._reached = 0  # in a hole, behind which all that an answer for everything begins with is new
         self._settle()
 
     def _settle(self) -> None:

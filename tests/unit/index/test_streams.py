@@ -246,14 +246,21 @@ def test_issue_an_answer_that_breaks_off_at_the_same_place_is_asked_for_a_while(
     assert stream.failures == 1 and stream.retry() == 1, "another process has other messages"
 
 
-def test_after_a_hole_that_stayed_the_answer_for_all_may_come_in_parts() -> None:
-    """Its messages are older than the hole, and new all the same."""
+@pytest.mark.parametrize("part", [False, True], ids=["", "a part of it came"])
+@pytest.mark.parametrize("end", [_fail, Stream.failed], ids=["silent", "a message fails"])
+def test_after_a_hole_that_stayed_the_answer_for_all_may_come_in_parts(
+    end: Callable[[Stream], Any], part: bool
+) -> None:  # fmt: skip
+    """Its messages are older than the hole, and new all the same: 16 parts of it, and it was asked no more."""
     _, stream = _stream()
     stream.connected()
     stream.replayed(9, packed(stored(0)))
     stream.replay_ended()
     assert _take(stream, (12, packed(stored(1)))) == [10]
-    _fail(stream)
+    if part:
+        stream.replayed(10, packed(stored(3)))
+        stream.replay_failed()
+    end(stream)
     assert stream.retry() == 0
     for number in range(3, 9):
         stream.replayed(number, packed(stored(2)))
