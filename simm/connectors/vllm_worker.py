@@ -4,7 +4,8 @@ Loads
 -----
 A load runs in a thread. Without ``layerwise``, vLLM runs other requests meanwhile, and takes this one up when
 :meth:`WorkerSide.finished` names it. With it, the request runs at once. Its blocks are pinned and read layer by layer,
-and a layer waits for its own part only. A client with checksums reads all layers together: it checks whole values.
+and a layer waits for its own part only. A client with checksums reads all layers together, as it would look at values
+several times otherwise. Such a load is not given up for being slow: each of its exchanges has a deadline.
 
 Saves
 -----

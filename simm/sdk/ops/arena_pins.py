@@ -14,7 +14,7 @@ import numpy as np
 from ...arena.reader import ArenaReader, Located
 from ...host.buffers import Copier, DeviceCopy, Ranges, address_of
 from ...host.parts import Copy, has_device, in_host_memory, scatter
-from .checked import Check, Checked
+from .checked import Check, Checked, Run, bytes_of, packed
 
 if TYPE_CHECKING:
     from ...ipc.session import WorkerSession
@@ -62,11 +62,13 @@ class ArenaPins:
             if found is None:
                 scatter(ranges, data, address, start, copier, reader, devices, shared)
             elif isinstance(found, Checked):
-                if len(room) < found.length:
-                    room = np.empty(found.length, np.uint8).data
-                if not self._copy_checked(start, digest, found, ranges, room):
+                runs = found.runs(ranges)
+                if len(room) < bytes_of(runs):
+                    room = np.empty(bytes_of(runs), np.uint8).data
+                if not self._copy_checked(start, digest, found, runs, room):
                     self.values.pop(position, None)
                     continue
+                ranges = packed(ranges, runs)
                 if ranges.rows is None and has_device(part[3] for part in ranges.parts):
                     ranges, copies = in_host_memory(ranges)
                     devices += copies
@@ -87,13 +89,13 @@ class ArenaPins:
         if devices:  # one chain for all: a layer of a thousand pages is one wait for the device
             devices[0][0].copy_to_device(devices)
 
-    def _copy_checked(self, start: int, digest: bytes, value: Checked, ranges: Ranges, room: memoryview) -> bool:
-        """Copy what ranges touch of a value to its place in ``room``; return whether it is of the value, and sound."""
+    def _copy_checked(self, start: int, digest: bytes, value: Checked, runs: Sequence[Run], room: memoryview) -> bool:
+        """Copy runs of a value to ``room``, one after the other; return whether they are of the value, and sound."""
         assert self._check is not None
         source, target = self.reader.data_address + start, address_of(room)
-        runs = value.runs(ranges)
         for first, end in runs:
-            self._copier.copy(target + first, source + first, end - first, self.reader.node)
+            self._copier.copy(target, source + first, end - first, self.reader.node)
+            target += end - first
         if value.found is not None and not self._confirm(digest, value.found):
             return False
         return value.holds(room, runs, self._check)

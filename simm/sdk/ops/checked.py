@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Final
@@ -70,16 +71,19 @@ class Checked:
         return runs
 
     def holds(self, copy: memoryview, runs: Sequence[Run], check: Check) -> bool:
-        """Return whether the bytes of ``runs`` in a copy of the value are its own. O(bytes)."""
-        marks, block = self._marks, self._block
+        """Return whether a copy begins with the value's own bytes of ``runs``, one run after the other. O(bytes)."""
+        marks, block, at = self._marks, self._block, 0
         if not marks:
-            return self._look(copy[: self.length], check)
-        return all(
-            check(self._flags, marks[-(-end // block)], copy[first:end], marks[first // block]) for first, end in runs
-        )
+            return self.look(copy[: self.length], check)
+        for first, end in runs:
+            piece = copy[at : at + end - first]
+            if not check(self._flags, marks[-(-end // block)], piece, marks[first // block]):
+                return False
+            at += end - first
+        return True
 
-    def _look(self, value: memoryview, check: Check) -> bool:
-        """Look at the whole value; return whether it has its checksum."""
+    def look(self, value: memoryview, check: Check) -> bool:
+        """Look at the whole value, each byte once; return whether it has its checksum. O(bytes)."""
         marks = array("I", (0,))
         block, at = self._block, 0
         while at + block < len(value):
@@ -90,3 +94,25 @@ class Checked:
         marks.append(self._crc)
         self._marks = marks
         return True
+
+
+def bytes_of(runs: Sequence[Run]) -> int:
+    """Return how many bytes runs have together."""
+    return sum(end - first for first, end in runs)
+
+
+def packed(ranges: Ranges, runs: Sequence[Run]) -> Ranges:
+    """Return ranges, each within a run, as ranges of what the runs make up one after the other. O(n log n)."""
+    if runs[-1][0] == 0:  # one run, from the beginning on
+        return ranges
+    moved: list[int] = []
+    at = 0
+    for first, end in runs:
+        moved.append(first - at)
+        at += end - first
+    begins = [first for first, _ in runs]
+    parts = [
+        (offset - moved[bisect_right(begins, offset) - 1], length, address, keeper)
+        for offset, length, address, keeper in ranges.parts
+    ]
+    return Ranges(parts, at, ranges.total)

@@ -128,7 +128,13 @@ class Pinner:
                 if flags & ~PINNED_FLAGS:
                     _note_kind(batch.pins, number, flags)
                     continue
-                value = Checked.of(length, flags, crc) if self._check is not None else None
+                check, value = self._check, None
+                # Now: for a wrong one the next copy is sought. In place, as nothing of this look is delivered.
+                if (
+                    check is not None and (value := Checked.of(length, flags, crc))
+                    and not value.look(reader.data[start : start + length], check)
+                ):  # fmt: skip
+                    continue
                 holder.values[number] = start, digest, value
                 batch.pins.take(number, holder, length)
             elif status in (Status.NO_SPACE, Status.UNAVAILABLE):

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...constants import RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import DeadlineError, PeerError, TransportError
-from ...host.buffers import Copier, Ranges, address_of
+from ...host.buffers import Copier, DeviceCopy, Part, Ranges, address_of
 from ...host.parts import has_device, in_host_memory, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
@@ -32,7 +32,7 @@ from ..batch import UNAVAILABLE, Batch
 from ..routing import Routes
 from ..tcp import EXCHANGE_BYTES, EXCHANGE_KEYS, PIECE_BYTES, TcpPath, chunks, judged, receive_large, receive_ranges
 from ..worker_path import Target
-from .checked import Check, Checked
+from .checked import Check, Checked, bytes_of, packed
 
 if TYPE_CHECKING:
     from ...rdma.remote_arena import RemoteArena
@@ -66,7 +66,7 @@ class RemotePins:
         self._gone: list[int] = []
         #: The numbers of the UNPINs that have been sent.
         self._unpinning: list[int] = []
-        #: Those of them that are checked.
+        #: By number: those of the values that are checked.
         self._checked: dict[int, Checked] = {}
         #: By number: what RDMA reads.
         self._versions: dict[int, tuple[bytes, Version]] = {}
@@ -128,7 +128,7 @@ class RemotePins:
 
     def _wanted_bytes(self, number: int, ranges: Ranges) -> int:
         value = self._checked.get(number)
-        return ranges.total if value is None else sum(end - first for first, end in value.runs(ranges))
+        return ranges.total if value is None else bytes_of(value.runs(ranges))
 
     def _read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
         """Do one exchange of :meth:`read`."""
@@ -138,10 +138,15 @@ class RemotePins:
             final: Any = None
             value = self._checked.get(number)
             if value is not None:
-                room, runs = np.empty(value.length, np.uint8).data, value.runs(ranges)
+                runs = value.runs(ranges)
+                room = np.empty(bytes_of(runs), np.uint8).data  # all of the exchange's live until its end
                 final = value, room, runs, ranges
-                parts = [(first, end - first, 0, room[first:end]) for first, end in runs]
-                ranges = Ranges(parts, runs[-1][1], sum(part[1] for part in parts))
+                parts: list[Part] = []
+                used = 0
+                for first, end in runs:
+                    parts.append((first, end - first, 0, room[used : used + end - first]))
+                    used += end - first
+                ranges = Ranges(parts, runs[-1][1], used)
             elif has_device(part[3] for part in ranges.parts):
                 ranges, final = in_host_memory(ranges)
             hosted.append(ranges)
@@ -149,27 +154,33 @@ class RemotePins:
         left: Sequence[int] = range(len(wants))
         numbers = [number for number, _ in wants]
         rdma = self.target.rdma
-        if self._check is None and rdma is not None and rdma.down_reason is None and self._is_of(rdma.arena):
+        if (
+            rdma is not None and rdma.down_reason is None and self._is_of(rdma.arena)
+            and self._checked.keys().isdisjoint(numbers)
+        ):  # fmt: skip
             from .rdma_ranges import read_versions  # the path has loaded it
 
             batch = Batch([self._versions[number][0] for number in numbers], hosted)
             versions = [self._versions[number][1] for number in numbers]
             left = yield from read_versions(rdma, batch, versions, self._copier, self.counters)
         answers = (yield from self._fetch(numbers, hosted, left)) if left else {}
+        devices: list[DeviceCopy] = []
         for at, number in enumerate(numbers):
             status = answers.get(at, Status.OK)
-            if status == Status.OK:
-                results[number] = int(self._deliver(number, finals[at]))
+            if status == Status.OK and self._deliver(number, finals[at], devices):
+                results[number] = 1
             elif status == Status.UNAVAILABLE:
                 results[number] = UNAVAILABLE
             else:
-                self._forget(number)  # it had no pin, and has changed
+                self._forget(number)  # it is wrong, or had no pin and has changed
+        if devices:  # one chain for all, and one wait
+            devices[0][0].copy_to_device(devices)
 
     @property
     def reads_rows(self) -> bool:
-        """Whether :meth:`read_rows` may be called: values come by TCP, and nobody has to see them as a whole."""
+        """Whether :meth:`read_rows` may be called: values come by TCP, and none of them is checked."""
         rdma = self.target.rdma
-        return self._check is None and self.target.bulk and (
+        return not self._checked and self.target.bulk and (
             rdma is None or rdma.down_reason is not None or not self._is_of(rdma.arena)
         )  # fmt: skip
 
@@ -202,6 +213,7 @@ class RemotePins:
 
     def _forget(self, number: int) -> None:
         value = self._values.pop(number, None)
+        self._checked.pop(number, None)
         if value is not None:
             self._gone.append(value[0])
 
@@ -219,17 +231,20 @@ class RemotePins:
             statuses.update((at, answer[0]) for at, answer in zip(left, answers))
         return statuses
 
-    def _deliver(self, number: int, final: Any) -> bool:
-        """Take received bytes to where they belong, if they are not there; return whether the value is sound."""
+    def _deliver(self, number: int, final: Any, devices: list[DeviceCopy]) -> bool:
+        """Take received bytes to where they belong, if they are not there; return whether the value is sound.
+
+        ``devices`` gets the copies to devices, which the caller then carries out.
+        """
         if final is None:
             return True
         if number not in self._checked:
-            final[0][0].copy_to_device(final)
+            devices += final
             return True
         value, room, runs, ranges = final
         if not value.holds(room, runs, self._check):
             return False
-        scatter(ranges, room, address_of(room), 0, self._copier)
+        scatter(packed(ranges, runs), room, address_of(room), 0, self._copier, None, devices)
         return True
 
     def _bound(self) -> None:

@@ -134,6 +134,26 @@ def test_issue_a_layer_of_pinned_pages_that_are_checked_is_one_wait(
         assert [fake.peek(room, 4096) for room in rooms] == [noise(number, 8192)[:4096] for number in range(30)]
 
 
+@pytest.mark.parametrize("checksum", [False, True])
+def test_issue_a_layer_of_pages_from_elsewhere_is_one_wait(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, checksum: bool
+) -> None:
+    """Each page waited for the device by itself."""
+    with FakeRdmaCluster(monkeypatch, size=64 * MIB) as cluster:
+        client = cluster.client("tcp", checksum=checksum)
+        keys = [f"page {number}" for number in range(30)]
+        assert all(client.put_many(keys, [noise(number, 65536) for number in range(30)]))
+        rooms = [fake.alloc(0, 4000) for _ in keys]
+        with client.pin(keys) as pins:
+            for at in (0, 30_000):  # the first look at what is checked, and a later one
+                fake.calls.clear()
+                assert pins.read([(at, 4000, [Tensor(room, 4000) for room in rooms])]) == [65536] * 30
+                assert fake.calls.count("cuStreamSynchronize") == 1
+                assert [fake.peek(room, 4000) for room in rooms] == [
+                    noise(number, 65536)[at : at + 4000] for number in range(30)
+                ]
+
+
 def test_layers_into_devices_beside_misses_and_a_driver_that_fails(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

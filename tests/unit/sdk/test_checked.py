@@ -10,7 +10,7 @@ import pytest
 
 from simm.arena.layout import ENTRY_CRC
 from simm.host.buffers import Ranges
-from simm.sdk.ops.checked import Checked
+from simm.sdk.ops.checked import Checked, bytes_of, packed
 
 SIZES = (1, 4095, 4096, 4097, 8192, 300_001)
 
@@ -33,11 +33,8 @@ def some_ranges(rng: random.Random, size: int) -> Ranges:
 
 
 def copy_of(value: bytes, runs: list[tuple[int, int]]) -> memoryview:
-    """Return what a reader has of a value: the bytes of the runs, and others where nothing was copied."""
-    room = bytearray(len(value) + 5)
-    for first, end in runs:
-        room[first:end] = value[first:end]
-    return memoryview(room)
+    """Return what a reader has of a value: the bytes of the runs, and others behind them."""
+    return memoryview(b"".join(value[first:end] for first, end in runs) + bytes(5))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -54,8 +51,12 @@ def test_what_is_delivered_is_checked_and_little_more(size: int) -> None:
         assert all(any(first <= at and at + length <= end for first, end in runs) for at, length, *_ in ranges.parts)
         assert all(before[1] < after[0] for before, after in itertools.pairwise(runs)), "nothing is looked at twice"
         beside = 2 * len(ranges.parts) * max(4096, size // 64 + 1)
-        assert sum(end - first for first, end in runs) <= ranges.total + beside
-        assert one.holds(copy_of(value, runs), runs, check)
+        assert bytes_of(runs) <= ranges.total + beside
+        copy = copy_of(value, runs)
+        assert one.holds(copy, runs, check)
+        for before, after in zip(ranges.parts, packed(ranges, runs).parts, strict=True):
+            assert copy[after[0] : after[0] + after[1]] == value[before[0] : before[0] + before[1]]
+            assert before[1:] == after[1:]
         spoilt = bytearray(value)
         at = rng.randrange(size)
         spoilt[at] ^= 1 << rng.randrange(8)
@@ -77,3 +78,22 @@ def test_what_was_stored_without_a_checksum() -> None:
     lost = Checked.of(100, 0, zlib.crc32(bytes(100)))
     assert lost is not None, "its flag is lost: the checksum in its entry says so"
     assert not lost.holds(memoryview(bytes(100)), lost.runs(ranges_of((0, 1))), check)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layer", "apart"),
+    [(32, 8192, 1), (61, 7000, 1), (80, 8192, 2), (126, 4096, 2), (80, 2048, 2)],
+)
+def test_a_load_layer_by_layer_looks_twice_and_at_one_block_more_for_each_range(
+    layers: int, layer: int, apart: int
+) -> None:
+    """A range that ends within a block makes two layers look at that one. ``apart``: ranges of a layer (K and V)."""
+    value, part = bytes(layers * layer), layer // apart
+    one = Checked(len(value), ENTRY_CRC, zlib.crc32(value))
+    looked = 0
+    for number in range(layers):
+        ranges = ranges_of(*((each * layers * part + number * part, part) for each in range(apart)))
+        runs = one.runs(ranges)
+        looked += bytes_of(runs)
+        assert number or one.holds(copy_of(value, runs), runs, check)
+    assert looked <= 2 * len(value) + layers * apart * max(4096, len(value) // 64 + 1)

@@ -142,6 +142,19 @@ def test_by_rdma_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             assert client.counters["rdma_gets"] == 1
 
 
+def test_issue_values_without_a_checksum_come_by_rdma_to_clients_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They came by TCP, as those do that are checked."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        filled(cluster, "shm")
+        client = cluster.rdma(checksum=True)
+        assert client.put("checked", value_of("checked", 1, SIZE))
+        for key, count in (("k", 1), ("checked", 0)):
+            before, sink = client.counters["rdma_gets"], bytearray(SIZE)
+            with client.pin([key]) as pins:
+                assert pins.get_ranges(key, [(0, SIZE, sink)]) == SIZE and version_in(key, bytes(sink)) == 1
+            assert client.counters["rdma_gets"] - before == count
+
+
 def replaced_elsewhere(cluster: FakeRdmaCluster, client: Client, writer: Client) -> None:
     """Store ``k`` anew in its other set, in a slot whose seq is the one that its first slot had."""
     digest, sets = client.digest("k"), cluster.node.worker.store.geometry.sets
