@@ -22,7 +22,7 @@ from tests.support.faulty_client import LOCAL
 #: What a client, or pins, may be called.
 NAMES = frozenset(("client", "_client", "pins"))
 #: Fields and properties of both.
-FIELDS = frozenset(("counters", "deadline_s", "lengths"))
+FIELDS = frozenset(("checksum", "counters", "deadline_s", "lengths"))
 #: Names of a client's methods that other objects have, too.
 COMMON = frozenset(("begin", "close", "delete", "exists", "get", "keep", "local", "put", "register", "view"))
 #: Functions that make a client. What they meet stops an engine's start, with a sentence.
