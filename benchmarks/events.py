@@ -279,6 +279,7 @@ def memory(blocks: int) -> None:
     from simm.arena.events.ring import RING_BYTES_MIN, RingReader
     from simm.index.publish.claims import Claims
     from simm.index.publish.messages import messages, snapshot
+    from simm.index.publish.tabled import Tabled
 
     class Full:
         slots = blocks
@@ -299,7 +300,7 @@ def memory(blocks: int) -> None:
     ring = memoryview(np.zeros(RING_BYTES_MIN // 8, np.uint64)).cast("B")
     EventRing(ring)
     before = resident("VmRSS")
-    follower, claims = Follower(RingReader(ring), Full()), Claims(lambda owner, number: "default")
+    follower, claims = Follower(RingReader(ring), Full(), Tabled(blocks)), Claims(lambda owner, number: "default")
     for what in ("first", "next"):
         follower._page = -1  # as after a gap
         began, longest = time.process_time(), 0.0

@@ -6,9 +6,10 @@ Nothing here is mapped writable, and no data is mapped at all: a reader of event
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from .. import shm
+from ..arena.events.claimed import BySlot, Claimed
 from ..arena.events.follow import Follower, MappedTable, Step
 from ..arena.events.ring import RingReader
 from ..arena.layout import HEADER_BYTES, NAMESPACE_LINE_BYTES, NAMESPACES, Geometry, State, Word
@@ -57,9 +58,14 @@ class TableView:
 
 
 class EventFile:
-    """One worker's events. Raise SegmentError if its server tells none, or they cannot be read."""
+    """One worker's events. Raise SegmentError if its server tells none, or they cannot be read.
 
-    def __init__(self, name: str, trusted: Container[int] = ()) -> None:
+    ``claimed``: returns what keeps the claims of so many slots.
+    """
+
+    def __init__(
+        self, name: str, trusted: Container[int] = (), claimed: Callable[[int], Claimed] = BySlot
+    ) -> None:  # fmt: skip
         self.name = name
         self.parts = ArenaName.parse(name)
         self.table = TableView(name, trusted)
@@ -69,7 +75,8 @@ class EventFile:
             ring = memoryview(segment.map(0, segment.size, writable=False))
             self._ring_is = _identity(os.fstat(segment.fd))
         self.ring = RingReader(ring, events_name(name))
-        self.follower = Follower(self.ring, MappedTable(self.table))  # no cycle: it would keep the maps
+        table = MappedTable(self.table)  # no cycle: it would keep the maps
+        self.follower = Follower(self.ring, table, claimed(table.slots))
 
     def step(self) -> Step:
         """Return what has happened: see :class:`Follower`."""

@@ -7,7 +7,7 @@ then is claimed until the next step. After a gap, or a worker's death, what was 
 pass of the look comes to its slot.)
 
 No step is long: each takes the records that are new, and one page of the table while a look lasts. So a look needs the
-memory of a page, and who follows does other things between two steps.
+memory of a page, and who follows does other things between two steps. Where few slots are in use a page has more slots.
 
 A page at a sequence number
 ---------------------------
@@ -34,14 +34,18 @@ Two passes
 After a gap an entry that is claimed of a slot may lie in another one. To claim it there, and to say afterwards that it
 went from the first, would lose it. So the first pass only says what is not in its slot any more. It claims nothing, of
 records neither. Behind it all claims are true again, so no digest is claimed of two slots. The second pass claims what
-it finds.
+it finds. Who claims nothing, as at the start, needs no first pass.
+
+A gap, or an ANEW, in a look begins it anew, with the first pass. So as long as they come more often than a look lasts,
+what has come since the first one is not claimed.
 
 What a slot has
 ---------------
-A record names a slot. A follower keeps the digest that it has claimed of each slot. So it can say which entry goes with
-a removal, and claims of a stored one what it reads there then. That may be a later entry than the one that was told. It
-is there, and a record of its own follows. But what was read may go at the same moment. So the ring is read again behind
-the copy of the slots, and what has been told by then as going is not claimed: a worker tells that before it does it.
+A record names a slot. A follower keeps the digest that it has claimed of each slot (``claimed``). So it can say which
+entry goes with a removal, and claims of a stored one what it reads there then. That may be a later entry than the one
+that was told. It is there, and a record of its own follows. But what was read may go at the same moment. So the ring is
+read again behind the copy of the slots, and what has been told by then as going is not claimed: a worker tells that
+before it does it.
 
 Of one slot, only its last record counts. Removals of several slots come before what came in others, as no digest is
 in two slots, and one that moved was removed first.
@@ -63,14 +67,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..hashing import SHARD_MASK
-from .listing import PAGE_SLOTS, Mapped, entries_between, entries_in
+from .claimed import CLAIM_FIELDS, CLAIM_NAMES, BySlot, Claimed
+from .listing import Mapped, entries_between, entries_in
 from .ring import ANEW, CLOSED, LOOKBACK, NAMESPACE, RECORD_FIELDS, REMOVED, SHARD, STORED, RingReader
 
 #: Records of one read, and reads of one step, at most. What came meanwhile has rarely more than one.
 READ_RECORDS: Final = 1 << 16
 STEP_READS: Final = 64
-#: Slots of one page of a look: some 20 ms for who adds their entries up.
+#: Slots of one page of a look: some 20 ms for who adds their entries up. So many times more where few are in use.
 LOOK_SLOTS: Final = 1 << 14
+LOOK_WIDER: Final = 16
 #: What has happened: to the entry with a digest, of two words, and its namespace; or to a shard or a namespace, whose
 #: number is ``size``.
 CHANGE_FIELDS: Final = np.dtype(
@@ -83,7 +89,8 @@ class Step(NamedTuple):
 
     Attributes:
         records: what has happened, in order, as ``CHANGE_FIELDS``. Of a run of single entries, one that is among
-            those that came is there, though it may be among those that went.
+            those that came is there, though it may be among those that went. One that moved to a page which was copied
+            may go in a later run of the same step, and comes again when the worker tells that it is there.
     """
 
     records: NDArray[np.void]
@@ -135,18 +142,20 @@ class Follower:
     Args:
         ring: the ring.
         table: what is copied.
+        claimed: keeps what is claimed, nothing yet; None: ``BySlot``.
     """
 
-    def __init__(self, ring: RingReader, table: Tables) -> None:
+    def __init__(self, ring: RingReader, table: Tables, claimed: Claimed | None = None) -> None:
         self._ring = ring
         self._table = table
-        #: The digest that is claimed of each slot, as two words, 0 for none; and the number of its namespace.
-        self._low, self._high = np.zeros(table.slots, np.uint64), np.zeros(table.slots, np.uint64)
-        self._namespace = np.zeros(table.slots, np.uint16)
+        self._slots = table.slots
+        self._claimed = BySlot(table.slots) if claimed is None else claimed
         #: Sequence number of the next record, and of the first that a look believes.
         self.at = self._first = 0
         #: The first slot of the next page, of two passes; _BEGIN where a look is to begin. It ends at twice the slots.
         self._page = _BEGIN
+        #: Slots of the next page.
+        self._width = LOOK_SLOTS
         #: Times that a look at the table began, and gaps in the ring.
         self.looks = 0
         self.gaps = 0
@@ -154,22 +163,22 @@ class Follower:
     @property
     def due(self) -> bool:
         """True until the look at the table has come to its end."""
-        return self._page < 2 * len(self._low)
+        return self._page < 2 * self._slots
 
     @property
     def _sorting(self) -> bool:
         """True in the first pass."""
-        return self._page < len(self._low)
+        return self._page < self._slots
 
     def step(self) -> Step:
-        """Return what has happened since the last step. O(records), and O(LOOK_SLOTS) more until it is not due."""
+        """Return what has happened since the last step. O(records), and O(slots of a page) until it is not due."""
         if self._page == _BEGIN and not self._begin():
             return Step(_NOTHING)
         if not self.due:
             return Step(self._changes(self._read_on()))
-        page, slots = self._page, len(self._low)
+        page, slots = self._page, self._slots
         start = page % slots
-        stop = min(start + LOOK_SLOTS, slots)
+        stop = min(start + self._width, slots)
         # What the worker may not have carried out when the page is copied. A ring that is read late has none of it.
         before = self._between(max(self._first, self._ring.head - LOOKBACK), self.at)
         if self._page == _BEGIN:
@@ -185,6 +194,11 @@ class Follower:
         gone, come = self._put(start + np.flatnonzero(chosen), rows[chosen[rows["slot"] - start]])
         parts = [gone, *([] if self._sorting else [come]), self._changes(records)]
         self._page = page + stop - start
+        found = max(len(gone), len(come))
+        if found > LOOK_SLOTS:
+            self._width = LOOK_SLOTS
+        elif found < LOOK_SLOTS // 4:
+            self._width = min(2 * self._width, LOOK_WIDER * LOOK_SLOTS)
         return Step(np.concatenate(parts))
 
     def _changes(self, records: NDArray[np.void]) -> NDArray[np.void]:
@@ -211,45 +225,38 @@ class Follower:
         """Return which entries went, and which came."""
         slots, back = np.unique(run["argument"][::-1], return_index=True)
         told = run["operation"][::-1][back]
-        inside = slots < len(self._low)
+        inside = slots < self._slots
         slots, told = slots[inside].astype(np.int64), told[inside]
         return self._put(slots, self._still(self._table.some(slots[told == STORED])))
 
     def _put(self, slots: NDArray[np.int64], rows: NDArray[np.void]) -> list[NDArray[np.void]]:
         """Note that these slots, in order, have these entries and no others. Return which went, and which came."""
-        if self._sorting:  # what is claimed of its slot already, and nothing else
-            at = rows["slot"]
-            rows = rows[(self._low[at] == rows["low"]) & (self._high[at] == rows["high"])]
-        low, high = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
-        namespace = np.zeros(len(slots), np.uint16)
+        some = self._claimed.among(slots)
+        some[np.searchsorted(slots, rows["slot"])] = True
+        slots = slots[some]  # of the others nothing is claimed, before and after
+        before, now = self._claimed.of(slots), np.zeros(len(slots), CLAIM_FIELDS)
         at = np.searchsorted(slots, rows["slot"])
-        low[at], high[at], namespace[at] = rows["low"], rows["high"], rows["namespace"]
-        before_low, before_high, before_namespace = self._low[slots], self._high[slots], self._namespace[slots]
-        claimed = (before_low | before_high) != 0
-        went = claimed & ((before_low != low) | (before_high != high))
-        # Slots of which nothing is claimed have no memory yet, and get none by a store of 0.
-        some = claimed | ((low | high) != 0)
-        changed = slots[some]
-        self._low[changed], self._high[changed], self._namespace[changed] = low[some], high[some], namespace[some]
-        gone, come = np.zeros(np.count_nonzero(went), CHANGE_FIELDS), np.zeros(len(rows), CHANGE_FIELDS)
-        gone["low"], gone["high"], gone["operation"] = before_low[went], before_high[went], REMOVED
-        gone["namespace"] = before_namespace[went]
-        for name in ("low", "high", "size", "namespace"):
-            come[name] = rows[name]
-        come["operation"] = STORED
+        if self._sorting:  # what is claimed of its slot already, and nothing else
+            same = (before["low"][at] == rows["low"]) & (before["high"][at] == rows["high"])
+            rows, at = rows[same], at[same]
+        for name in CLAIM_NAMES:
+            now[name][at] = rows[name]
+        another = (before["low"] != now["low"]) | (before["high"] != now["high"])
+        went = before[another & ((before["low"] | before["high"]) != 0)]
+        changed = another | (before["namespace"] != now["namespace"])
+        self._claimed.put(slots[changed], now[changed])
+        gone, come = np.zeros(len(went), CHANGE_FIELDS), np.zeros(len(rows), CHANGE_FIELDS)
+        for name in CLAIM_NAMES:
+            gone[name], come[name] = went[name], rows[name]
+        come["size"] = rows["size"]
+        gone["operation"], come["operation"] = REMOVED, STORED
         return [gone, come]
 
     def _advanced(self, numbers: NDArray[np.uint32]) -> None:
-        """Forget what is claimed of the slots of these namespaces. O(slots), by pages, so that copies stay small."""
+        """Forget what is claimed of the slots of these namespaces. As long as ``Claimed.forget``."""
         lost = np.zeros(1 << 16, np.bool_)
         lost[numbers[numbers < len(lost)]] = True  # others may have written any number
-        for start in range(0, len(self._low), PAGE_SLOTS):
-            page = slice(start, start + PAGE_SLOTS)
-            low, high = self._low[page], self._high[page]
-            gone = np.flatnonzero(lost[self._namespace[page]])
-            # Slots of which nothing is claimed have no memory yet, and get none by a store of 0.
-            gone = gone[(low[gone] | high[gone]) != 0]
-            low[gone] = high[gone] = 0
+        self._claimed.forget(lost)
 
     def _still(self, rows: NDArray[np.void]) -> NDArray[np.void]:
         """Return those of these entries of which nobody has told by now that they go."""
@@ -273,7 +280,7 @@ class Follower:
         self.looks += 1
         end = self._ring.head
         self._first = self.at = max(0, end - LOOKBACK)
-        self._page = 0
+        self._page, self._width = 0 if self._claimed.entries else self._slots, LOOK_SLOTS
         told = np.flatnonzero(self._between(self.at, end)["operation"] == ANEW)
         if told.size:
             self._first = self.at = self.at + int(told[-1]) + 1
@@ -327,6 +334,8 @@ def _told_of(records: NDArray[np.void], start: int, stop: int) -> NDArray[np.int
 
 def _left_by(records: NDArray[np.void], rows: NDArray[np.void], start: int, stop: int) -> NDArray[np.void]:
     """Return those entries of a page's slots of which these records, applied in order, do not say that they go."""
+    if not len(rows) or not len(records):
+        return rows
     places, operations = np.arange(1, len(records) + 1), records["operation"]
 
     def last(operation: int, numbers: NDArray[np.int64], most: int) -> NDArray[np.int64]:

@@ -51,15 +51,16 @@ def entries_between(reader: Mapped, start: int, stop: int) -> NDArray[np.void]:
     lines = np.frombuffer(
         reader.words, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, reader.geometry.names_offset
     ).reshape(NAMESPACES, -1)
-    rows = at_rest(reader, start, stop)
-    there = np.flatnonzero(rows["offset"])
-    rows = rows[there]
+    live = np.frombuffer(reader.words, SLOT_FIELDS, stop - start, reader.geometry.slots_offset + start * SLOT_BYTES)
+    # Most slots of a store of large values have nothing, and are not copied.
+    there = np.flatnonzero(live["offset"] != 0)
+    rows = at_rest(reader, start, stop, there)
     # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
     mine = words[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)] - np.uint64(1) < np.uint64(FROZEN - 1)
     epochs = lines[rows["namespace"] % NAMESPACES, EPOCH_WORD]
     tagged = (rows["flags"] & ENTRY_EPOCH) != 0
     now = rows["high"] >> np.uint64(32) == epochs & np.uint64(0xFFFF_FFFF)
-    readable = mine & np.where(epochs != 0, tagged & now, ~tagged)
+    readable = (rows["offset"] != 0) & mine & np.where(epochs != 0, tagged & now, ~tagged)
     return _as_entries(rows[readable], there[readable] + start)
 
 

@@ -10,7 +10,7 @@ ring makes two promises:
    of all records are a part of what clients of this host can read. So an entry is told as gone *before* it goes, and as
    stored *after* it is there.
 2. **All that can be read is claimed soon**: when the worker has told what has come, which it does at each heartbeat,
-   and when a reader has looked at the table once (``follow.py``).
+   and when a reader has looked at the table once; after a gap, in two passes (``follow.py``).
 
 So between the two there may be entries that nobody claims: those are misses, which cost time and are no error.
 

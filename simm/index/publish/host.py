@@ -9,6 +9,7 @@ from typing import Final
 from ...errors import SimmError
 from ...ipc.event_files import EventFile, told_by_servers
 from .claims import Claims, Delta
+from .tabled import Tabled
 
 log = logging.getLogger("simm.index.publish")
 
@@ -32,6 +33,8 @@ class Host:
         self._names: dict[tuple[int, int], str] = {}
         self._refused: set[str] = set()
         self._looked = -LOOK_S
+        #: The worker whose table was looked at last.
+        self._paged = 0
         self.claims = Claims(self._name_of)
         #: Of rings that are gone.
         self._gaps = self._looks = 0
@@ -57,12 +60,20 @@ class Host:
         return self._looked >= 0 and not any(each.follower.due for each in self._files.values())
 
     def poll(self, now: float) -> list[Delta]:
-        """Return what has changed since the last call. ``now``: monotonic seconds."""
+        """Return what has changed since the last call. ``now``: monotonic seconds.
+
+        Of the workers whose tables are looked at, one is followed, by a page: each in its turn.
+        """
         found: list[Delta] = []
         if now - self._looked >= LOOK_S:
             self._looked = now
             found += self._find()
+        # One page a turn: others are answered between two of them.
+        due = [number for number, file in self._files.items() if file.follower.due]
+        self._paged = min((number for number in due if number > self._paged), default=min(due, default=0))
         for number, file in self._files.items():
+            if number != self._paged and file.follower.due:
+                continue
             step = file.step()
             if not step.empty:
                 found += self.claims.take(number, step)
@@ -85,7 +96,7 @@ class Host:
         self._refused &= there
         for name in sorted(there - known):
             try:
-                file = EventFile(name, self._trusted)
+                file = EventFile(name, self._trusted, Tabled)
             except (OSError, SimmError) as exc:
                 if name not in self._refused:  # it may be starting
                     log.info("%s cannot be followed yet: %s", name, exc)

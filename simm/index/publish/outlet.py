@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final
 
 from ...errors import SimmError
@@ -224,17 +224,21 @@ class Outlet:
         while start != self.number:
             kept = self.number - len(self._kept) <= start < self.number
             if not kept or any(first <= start <= last for first, last in self._twice):
-                while (taken := self._taken(start)) is None:
-                    yield None
-                peer.snapshot = at, found = taken
-                for number, raw in enumerate(found, at - len(found) + 1):
-                    yield number.to_bytes(8, "big"), raw
-                peer.snapshot = None
-                start = at + 1
+                start = 1 + (yield from self._whole(peer, start))
             while 0 <= (at := start - self.number + len(self._kept)) < len(self._kept):
                 yield start.to_bytes(8, "big"), self._kept[at]
                 start += 1
         yield _END, b""
+
+    def _whole(self, peer: Peer, start: int) -> Generator[_Part, None, int]:
+        """Yield a snapshot's numbers and messages. Return its number. Behind it the peer holds nothing of it."""
+        while (taken := self._taken(start)) is None:
+            yield None
+        peer.snapshot = at, found = taken
+        for number, raw in enumerate(found, at - len(found) + 1):
+            yield number.to_bytes(8, "big"), raw
+        peer.snapshot = None
+        return at
 
     def _taken(self, start: int) -> tuple[int, list[bytes]] | None:
         """Return a snapshot, and the number of its message: a kept one if all messages behind it are kept too.

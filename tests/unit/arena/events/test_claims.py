@@ -35,7 +35,7 @@ from tests.support.store_world import ALL_SHARDS, World, digest_of, divide, new_
 MIB = 1 << 20
 #: States of an operation that are all looked at.
 LOOKS = 150
-#: So many pages a look has, in two passes.
+#: So many pages a look has.
 PAGED = 4
 
 
@@ -272,7 +272,8 @@ def known(reader: ArenaReader) -> set[bytes]:
 def test_no_claim_is_false_at_any_instruction(
     segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, scene: Callable[[World], Operation]
 ) -> None:
-    monkeypatch.setattr(follow_module, "LOOK_SLOTS", 512 * 2 // PAGED)
+    monkeypatch.setattr(follow_module, "LOOK_SLOTS", 512 // PAGED)
+    monkeypatch.setattr(follow_module, "LOOK_WIDER", 1)
     states, wrong = falsehoods(segment, scene)
     assert states > 2 and not wrong
 

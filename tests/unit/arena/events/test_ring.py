@@ -293,7 +293,7 @@ def test_issue_what_goes_while_a_large_table_is_copied_is_not_claimed(looking: b
 
         def page(self, start: int, stop: int) -> np.ndarray:
             rows = self.some(np.array(sorted(there)))
-            if looking and not follower._sorting:
+            if looking:
                 busy()
             return rows
 
@@ -310,7 +310,6 @@ def test_issue_what_goes_while_a_large_table_is_copied_is_not_claimed(looking: b
         there.discard(3)
 
     follower = Follower(reader, Table())
-    assert follower.step().empty, "the first pass claims nothing"
     steps = [follower.step()]
     if not looking:
         busy()

@@ -24,6 +24,7 @@ from simm.arena.events.ring import CLOSED, NAMESPACE, REMOVED, SHARD, STORED, Ev
 from simm.index import table as table_module
 from simm.index.publish import claims as claims_module
 from simm.index.publish.claims import Claims, Delta
+from simm.index.publish.tabled import Tabled
 from tests.support.dose import dose
 from tests.support.event_claims import new_ring
 
@@ -131,36 +132,46 @@ def test_an_entry_that_went_from_one_slot_and_came_to_another_is_there() -> None
         assert claims.take(1, step_of([record(each, NAMES[0]) for each in records])) == [] and claims.entries == 1
 
 
-class FullTable:
-    """A table that is full."""
+class SomeTable:
+    """A table of which one slot in so many is in use: of all places, as digests choose them."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, one_in: int) -> None:
         self.slots = slots
+        self.entries = np.ones(slots // one_in, ENTRY_FIELDS)
+        chosen = np.random.default_rng(1)
+        self.entries["low"] = chosen.integers(1, 1 << 64, slots // one_in, np.uint64)
+        self.entries["slot"] = np.sort(chosen.choice(slots, slots // one_in, replace=False))
 
     def page(self, start: int, stop: int) -> np.ndarray:
-        rows = np.ones(stop - start, ENTRY_FIELDS)
-        rows["low"] = np.random.default_rng(start).integers(1, 1 << 64, len(rows), np.uint64)
-        rows["slot"] = np.arange(start, stop)
-        return rows
+        first, last = np.searchsorted(self.entries["slot"], [start, stop])
+        return self.entries[first:last].copy()
 
     def some(self, slots: np.ndarray) -> np.ndarray:
         raise AssertionError("the ring tells nothing")
 
 
-def test_issue_a_look_is_short_steps_and_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took 255 bytes for each value, the next one 300, and all in one step: the publisher was killed in it."""
-    slots, page = 1 << 16, 1 << 10
+@pytest.mark.parametrize(("slots", "one_in"), [(1 << 15, 1), (1 << 16, 32)], ids=["full", "large values"])
+def test_issue_a_look_is_short_steps_and_needs_little_memory(
+    monkeypatch: pytest.MonkeyPatch, slots: int, one_in: int
+) -> None:
+    """It took 255 bytes for each value, the next one 300, and all in one step: the publisher was killed in it.
+
+    Then it took 18 bytes for each slot: of large values thousands for each of them.
+    """
+    page, values = 1 << 10, slots // one_in
     # What is needed for a page or a pass is to be little beside what is needed for a value.
     monkeypatch.setattr(follow_module, "LOOK_SLOTS", page)
+    monkeypatch.setattr(follow_module, "LOOK_WIDER", 1)
     monkeypatch.setattr(claims_module, "PASS_SLOTS", page)
     monkeypatch.setattr(table_module, "_PASS", page)
     memory = new_ring()
     EventRing(memory)
-    follower, claims = Follower(RingReader(memory), FullTable(slots)), Claims(lambda owner, number: "n")
+    reader, table = RingReader(memory), SomeTable(slots, one_in)
+    follower, claims = Follower(reader, SomeTable(page, 1), Tabled(page)), Claims(lambda owner, number: "n")
 
     def look() -> int:
         changed = 0
-        follower._page = -1  # as after a gap
+        follower._gap()
         while follower.due:
             step = follower.step()
             assert len(step.records) <= page
@@ -175,14 +186,15 @@ def test_issue_a_look_is_short_steps_and_needs_little_memory(monkeypatch: pytest
 
     stated = re.search(r"memory: .*# (\d+) bytes for each value", (ROOT / "deploy/helm/simm/values.yaml").read_text())
     assert stated is not None
+    assert look() == everything() == end() == page  # what the first calls load is not counted
     gc.collect()
     tracemalloc.start()
     try:
-        # The follower's own 18 bytes are there already.
-        for do, changed in ((look, slots), (look, 0), (everything, slots), (end, slots)):
+        follower, claims = Follower(reader, table, Tabled(slots)), Claims(lambda owner, number: "n")
+        for do, changed in ((look, values), (look, 0), (everything, values), (end, values)):
             tracemalloc.reset_peak()
             assert do() == changed
-            assert 18 + tracemalloc.get_traced_memory()[1] / slots < int(stated[1])
+            assert tracemalloc.get_traced_memory()[1] < values * int(stated[1]) + slots / 8 + 128 * page
     finally:
         tracemalloc.stop()
 

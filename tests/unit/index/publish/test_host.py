@@ -8,15 +8,20 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
+from simm.arena.events.follow import CHANGE_FIELDS, Step
 from simm.arena.events.ring import RING_BYTES_MIN
 from simm.index.publish.host import LOOK_S, Host
+from simm.index.publish.tabled import Tabled
 from simm.ipc.arena_files import OwnedArena
 from simm.ipc.event_files import EventFile, told_by_servers
 from simm.ipc.segments import ArenaName
@@ -69,6 +74,7 @@ def test_a_server_that_was_restarted_between_two_looks_is_followed_in_its_new_ri
     file = EventFile(name)
     assert not file.replaced
     (followed,) = map(weakref.ref, host._files.values())
+    assert all(isinstance(each.follower._claimed, Tabled) for each in host._files.values()), "memory follows the values"
 
     arena.drop_events()
     assert file.replaced, "there is none"
@@ -84,3 +90,27 @@ def test_a_server_that_was_restarted_between_two_looks_is_followed_in_its_new_ri
         assert followed() is None, "the maps of the former ring and table are let go"
     finally:
         gc.enable()
+
+
+def test_one_table_is_looked_at_in_a_turn() -> None:
+    """With a page of each of 16 workers in one turn, others waited for all of them."""
+    host, stepped = Host(SERVER), []
+
+    def worker(number: int, due: bool) -> Any:
+        nothing = Step(np.zeros(0, CHANGE_FIELDS))
+        return SimpleNamespace(
+            follower=SimpleNamespace(due=due), step=lambda: (stepped.append(number), nothing)[1]
+        )  # fmt: skip
+
+    def turn() -> list[int]:
+        stepped.clear()
+        host.poll(0.0)
+        return list(stepped)
+
+    host._files = {number: worker(number, due=number != 2) for number in (1, 2, 3, 7)}
+    host._looked = 0.0
+    assert [turn() for _ in range(4)] == [[1, 2], [2, 3], [2, 7], [1, 2]], "those that are followed are in each turn"
+    host._files[3] = worker(3, due=False)
+    assert [turn() for _ in range(2)] == [[2, 3, 7], [1, 2, 3]]
+    host._files = {2: host._files[2]}
+    assert turn() == [2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 
 from simm.errors import SimmError  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.publish import messages, zmtp  # noqa: E402
 from simm.index.publish import outlet as outlet_module  # noqa: E402
-from simm.index.publish import zmtp  # noqa: E402
 from simm.index.publish.claims import Delta  # noqa: E402
 from simm.index.publish.outlet import Outlet  # noqa: E402
 from simm.index.publishers import Publishers  # noqa: E402
@@ -278,6 +279,34 @@ def test_who_has_read_a_snapshot_gets_none_for_those_of_others(in_parts: Store) 
     assert ours == seen[0] and theirs > ours + 11, "another snapshot's numbers begin before the end of this one's"
     seen += [number for number, _ in slow]
     assert seen == list(range(ours, outlet.number)) and outlet.snapshots == 2
+
+
+def test_who_reads_what_is_behind_a_snapshot_does_not_hold_it(in_parts: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such peers are not counted among those that read one, and each of them kept its own in memory."""
+
+    class Messages(list[bytes]):
+        """A list that has weak references."""
+
+    made: list[weakref.ref[Messages]] = []
+
+    def snapshot(*about: Any) -> Messages:
+        found = Messages(messages.snapshot(*about))
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(outlet_module, "snapshot", snapshot)
+    start, feeds = 0, []
+    for _ in range(4):
+        feed = _answers(in_parts, start)
+        next(feed)
+        assert in_parts.outlet._snapshot is not None
+        start = in_parts.outlet._snapshot[0]  # another one is taken for who asks for this number
+        _idle(in_parts, 2)
+        while next(feed)[0] <= start:
+            pass
+        feeds.append(feed)
+    assert len(made) == 4 and [each() is not None for each in made] == [False, False, False, True], "the kept one"
+    assert all(next(feed)[0] for feed in feeds), "the control: all of them go on"
 
 
 def test_a_publisher_that_is_restarted(store: Store) -> None:
