@@ -184,6 +184,7 @@ class Follower:
         if self._page == _BEGIN:
             return Step(_NOTHING)
         rows = self._table.page(start, stop)
+        copied = len(rows)
         records = self._read_on()
         # With a gap, or an ANEW, what was copied cannot be put right.
         if self._page == _BEGIN:
@@ -194,10 +195,9 @@ class Follower:
         gone, come = self._put(start + np.flatnonzero(chosen), rows[chosen[rows["slot"] - start]])
         parts = [gone, *([] if self._sorting else [come]), self._changes(records)]
         self._page = page + stop - start
-        found = max(len(gone), len(come))
-        if found > LOOK_SLOTS:
+        if max(copied, len(gone)) > LOOK_SLOTS or self._page == slots:  # the second pass begins where the first began
             self._width = LOOK_SLOTS
-        elif found < LOOK_SLOTS // 4:
+        elif max(copied, len(gone)) < LOOK_SLOTS // 4:
             self._width = min(2 * self._width, LOOK_WIDER * LOOK_SLOTS)
         return Step(np.concatenate(parts))
 

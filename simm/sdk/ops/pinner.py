@@ -68,7 +68,10 @@ class Pinner:
         self._made: set[weakref.ref[Pins]] = set()
 
     def pin(self, keys: Sequence[str], digests: Sequence[bytes]) -> Pins:
-        """Return the values of these keys, held from now on. O(keys), and an exchange with each worker for 1,024."""
+        """Return the values of these keys, held from now on. O(keys), and an exchange with each worker for 1,024.
+
+        With checksums O(bytes) of the values on this host, too.
+        """
         pins = Pins(keys, self._routes, self._copier, self._gets.device_failed, self._deadline_s)
         try:
             self._find(pins, digests)

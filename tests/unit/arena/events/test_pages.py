@@ -317,3 +317,16 @@ def test_where_few_slots_are_in_use_pages_are_wider() -> None:
     assert copied[:6] == [(0, 4), (4, 12), (12, 28), (28, 60), (60, 124), (124, 188)], "16 times as many at most"
     (at,) = [number for number, (start, stop) in enumerate(copied) if start < 250 < stop]
     assert copied[at + 1] == (copied[at][1], copied[at][1] + 4), "not behind one with more than a page's entries"
+
+
+@pytest.mark.usefixtures("four_slots")
+def test_pages_of_a_full_table_of_which_little_is_claimed_are_no_wider() -> None:
+    """They were as wide as those of an empty one in the first pass, which claims nothing: a third of a second each."""
+    page, copied = Page({0: 1000}, slots=64), []
+    assert page.look() == {1000}
+    page.table.entries.update({slot: 1000 + slot for slot in range(64)})
+    page.gap()
+    some = page.table.page
+    page.table.page = lambda start, stop: (copied.append(stop - start), some(start, stop))[1]  # type: ignore[assignment]
+    assert page.step().empty and page.follower.due
+    assert len(page.look()) == 64 and set(copied) == {4} and len(copied) == 2 * 16, "of both passes"
