@@ -17,9 +17,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    """8 MiB, for all tests of a file."""
-    made = new_segment(8 * MIB)
+def segment(request: pytest.FixtureRequest) -> Iterator[OwnedArena]:
+    """8 MiB for all tests of a file, or its ``SEGMENT_BYTES``."""
+    made = new_segment(getattr(request.module, "SEGMENT_BYTES", 8 * MIB))
     yield made
     remove_segment(made)
 

@@ -7,7 +7,6 @@ pinned chunks are untouched, and free bytes are exact; ``World.check`` says what
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,16 +27,10 @@ from tests.support.consistency import check
 from tests.support.dose import dose, dosed
 from tests.support.shards import set_shards
 from tests.support.store_steps import HALF, KEYS, OTHER, SIZES, step
-from tests.support.store_world import ALL_SHARDS, Player, World, digest_of, new_segment, owned, remove_segment
+from tests.support.store_world import ALL_SHARDS, Player, World, digest_of, owned
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    made = new_segment(16 * MIB)
-    yield made
-    remove_segment(made)
+SEGMENT_BYTES = 16 * MIB
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,20 +30,14 @@ from tests.support.event_claims import Claims, Watcher, attach_to, digest_in, li
 from tests.support.group_world import members
 from tests.support.shards import set_shards
 from tests.support.store_steps import step
-from tests.support.store_world import ALL_SHARDS, World, digest_of, divide, new_segment, owned, remove_segment
+from tests.support.store_world import ALL_SHARDS, World, digest_of, divide, owned
 
 MIB = 1 << 20
+SEGMENT_BYTES = 16 * MIB
 #: States of an operation that are all looked at.
 LOOKS = 150
 #: So many pages a look has.
 PAGED = 4
-
-
-@pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    made = new_segment(16 * MIB)
-    yield made
-    remove_segment(made)
 
 
 class Scene:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,17 +17,11 @@ from simm.ipc.arena_files import OwnedArena
 from tests.support.dose import dose, dosed
 from tests.support.event_claims import Watcher, apply, listed, new_ring, told
 from tests.support.store_steps import step
-from tests.support.store_world import World, new_segment, remove_segment
+from tests.support.store_world import World
 
 MIB = 1 << 20
+SEGMENT_BYTES = 16 * MIB
 SLOTS = 64
-
-
-@pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    made = new_segment(16 * MIB)
-    yield made
-    remove_segment(made)
 
 
 def fill(ring: EventRing, count: int) -> None:

@@ -40,13 +40,7 @@ from tests.support.group_world import GroupWorld, check_groups, members
 from tests.support.store_world import digest_of, new_segment, remove_segment
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-@pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    made = new_segment(16 * MIB)
-    yield made
-    remove_segment(made)
+SEGMENT_BYTES = 16 * MIB
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,17 +20,11 @@ from simm.wire.messages import Status
 from simm.wire.shard_set import MOVING
 from tests.support.crash import A, B, Cut, Operation, chosen, fill
 from tests.support.dose import dosed
-from tests.support.store_world import ALL_SHARDS, World, digest_of, new_segment, remove_segment
+from tests.support.store_world import ALL_SHARDS, World, digest_of
 
 MIB = 1 << 20
+SEGMENT_BYTES = 16 * MIB
 SIZE = 60_000
-
-
-@pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    made = new_segment(16 * MIB)
-    yield made
-    remove_segment(made)
 
 
 def kept_of(store: Store, digest: bytes) -> KeptEntry | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -22,18 +21,12 @@ from simm.wire.messages import NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import bitmap_of
 from tests.support.crash import A, B, C, Operation, die_everywhere
 from tests.support.dose import dose
-from tests.support.store_world import ALL_SHARDS, Player, World, digest_of, new_segment, remove_segment
+from tests.support.store_world import ALL_SHARDS, Player, World, digest_of
 
 MIB = 1 << 20
+SEGMENT_BYTES = 16 * MIB
 SIZE = 60_000
 LARGE = 300_000
-
-
-@pytest.fixture(scope="module")
-def segment() -> Iterator[OwnedArena]:
-    made = new_segment(16 * MIB)
-    yield made
-    remove_segment(made)
 
 
 def copy(world: World, player: Player, digest: bytes, size: int = SIZE) -> int:
