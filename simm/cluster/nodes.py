@@ -45,6 +45,8 @@ class NodeState(str, Enum):
 
 #: States in which a node answers for its shards.
 SERVING: Final = frozenset({NodeState.JOINING, NodeState.RUNNING, NodeState.SUSPECT, NodeState.DRAINING})
+#: The others, as a status says them: such a node holds nothing, and the manager remembers it for a day.
+GONE: Final = (NodeState.DEAD.value, NodeState.LEFT.value)
 
 
 class Timing(NamedTuple):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..cluster.nodes import NodeState
+from ..cluster.nodes import GONE, NodeState
 from ..net.http import JSON, Page, Route
 from ..net.metrics import OF_PROCESSES, Metric, Samples
 from ..net.tls_peer import ServerTls
@@ -87,7 +87,6 @@ _WORKER: Final = {
 }  # fmt: skip
 #: Of those, what a server that is dead or has left neither holds nor does. The manager remembers it for a day.
 _HELD: Final = ("moved_bytes", "capacity_bytes", "used_bytes", "entries")
-_GONE: Final = (NodeState.DEAD.value, NodeState.LEFT.value)
 #: All metrics of a manager, in their order.
 METRICS: Final = (
     _NODES, _DRAINED, *_CLUSTER.values(), *_OWN.values(), *_COUNTERS.values(), *_WORKER.values(), *OF_PROCESSES,
@@ -171,12 +170,12 @@ class ManagerPages:
         own: Mapping[str, Any] = status["manager"]
         for state in NodeState:
             samples.add(_NODES, status["states"].get(state.value, 0), state.value)
-        samples.add(_DRAINED, sum(node["drained"] and node["state"] not in _GONE for node in status["nodes"]))
+        samples.add(_DRAINED, sum(node["drained"] and node["state"] not in GONE for node in status["nodes"]))
         for values, metrics in ((status, _CLUSTER), (own, _OWN), (own["counters"], _COUNTERS)):
             for key, metric in metrics.items():
                 samples.add(metric, values[key])
         for node in status["nodes"]:
-            gone = node["state"] in _GONE
+            gone = node["state"] in GONE
             for worker in node["workers"]:
                 for key, metric in _WORKER.items():
                     if gone and key in _HELD:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from ..client import Client
+from ..cluster.nodes import GONE
 from ..config.settings import Settings
 from ..errors import SimmError, TransportError, UsageError, printable
 from ..net.channel import Refused
@@ -31,7 +32,6 @@ SILENCE_S: Final = 60.0
 #: gives the same answer for a second.
 COUNTS_S: Final = 3.5
 _RUNNING: Final = ("running", "draining")
-GONE: Final = ("dead", "left")
 _UNITS: Final = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 _EMPTY: Final = "no data server has joined: start one with `simm dataserver --manager HOST:PORT`"
 

@@ -41,7 +41,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from ...cluster.assignment import Member
-from ...cluster.nodes import NODE_WORKERS_MAX, WORKERS_MAX, NodeState
+from ...cluster.nodes import GONE, NODE_WORKERS_MAX, WORKERS_MAX
 from ...config.parsers import parse_bytes
 from ...constants import SLAB_BYTES
 from ...errors import ConfigError, SegmentError, SimmError, UsageError, printable
@@ -74,7 +74,6 @@ SILENT_S: Final = 60.0
 ASKING, POPULATING, STARTING, JOINING, DONE, FAILED = "asking", "populating", "starting", "joining", "done", "failed"
 #: Nothing is under way.
 ENDED: Final = ("", DONE, FAILED)
-_GONE: Final = (NodeState.DEAD.value, NodeState.LEFT.value)
 
 
 class Grown(Protocol):
@@ -224,7 +223,7 @@ class Growth:
         if any(node["name"] == name and node["draining"] for node in status["nodes"]):
             return f"{name!r} is being drained, and would get no shards: `simm node resume {name}` first"
         # Those that have gone are remembered, and take no room. The manager decides about any that may return.
-        living = [node for node in status["nodes"] if node.get("state") not in _GONE]
+        living = [node for node in status["nodes"] if node.get("state") not in GONE]
         if sum(len(node["workers"]) for node in living) >= WORKERS_MAX:
             return f"a cluster has at most {WORKERS_MAX} workers"
         return ""

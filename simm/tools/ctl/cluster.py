@@ -9,6 +9,7 @@ import numpy as np
 
 from ...arena.events.victims import evicted_in
 from ...arena.layout import HEADER_BYTES
+from ...cluster.nodes import GONE
 from ...cluster.shard_map import ShardMap
 from ...config.settings import Settings
 from ...constants import NO_OWNER, SHARD_COUNT
@@ -119,7 +120,7 @@ def summary(rows: Sequence[Row]) -> Row:
     states: dict[str, int] = {}
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
-    there = [row for row in rows if not row["state"].startswith(nodes.GONE)]  # "dead, drained" too
+    there = [row for row in rows if not row["state"].startswith(GONE)]  # "dead, drained" too
     sums = {key: sum(row[key] for row in (rows if key in _OF_SHARDS else there)) for key in _SUMS}
     return {"nodes": len(rows), "states": states, **sums}
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ...cluster.nodes import GONE
 from ...config.settings import Settings
 from ...errors import SimmError, TransportError, UsageError, printable
 from ...host.users import NOT_TRUSTED, trusts
@@ -19,7 +20,6 @@ from ...net.peer_uid import credentials
 from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
-from ..nodes import GONE
 from .unit_folders import elsewhere
 from .whose import NOT_KNOWN, Meant
 from .workers import ANSWER_S, not_to_be_seen
