@@ -18,6 +18,7 @@ NAMESPACE_BYTES_MAX = 64
 DEFAULT_NAMESPACE = "default"
 #: No client may name it, nor a token: values of namespaces without a place in an arena, and counts that are one.
 OTHERS_NAMESPACE = "(others)"
+OTHERS_REFUSED = f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several"
 
 DIGEST_BYTES = 16
 SHARD_COUNT = 16_384

@@ -30,6 +30,7 @@ from ..constants import (
     KEY_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
     OTHERS_NAMESPACE,
+    OTHERS_REFUSED,
     SET_BYTES,
     SHARD_COUNT,
     SLOT_BYTES,
@@ -195,7 +196,7 @@ def check_namespace(namespace: str) -> bytes:
     if not 0 < len(raw) <= NAMESPACE_BYTES_MAX:
         raise UsageError(f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8, this one {len(raw)}")
     if namespace == OTHERS_NAMESPACE:
-        raise UsageError(f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several")
+        raise UsageError(OTHERS_REFUSED)
     return raw
 
 

@@ -99,7 +99,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..constants import NAMESPACE_BYTES_MAX, OTHERS_NAMESPACE
+from ..constants import NAMESPACE_BYTES_MAX, OTHERS_NAMESPACE, OTHERS_REFUSED
 from ..errors import CorruptionError
 from ..wire.epoch_messages import EPOCH_NAMESPACES_MAX, Epochs, NamespaceEpoch
 
@@ -186,7 +186,7 @@ class NamespaceEpochs:
         if not 0 < len(name.encode()) <= NAMESPACE_BYTES_MAX:
             return f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8"
         if name == OTHERS_NAMESPACE:
-            return f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several"
+            return OTHERS_REFUSED
         if name not in self._known and len(self._known) >= EPOCH_NAMESPACES_MAX:
             return f"at most {EPOCH_NAMESPACES_MAX} namespaces of a cluster have epochs"
         return ""

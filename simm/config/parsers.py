@@ -21,6 +21,7 @@ from ..constants import (
     EVENTS_BYTES_MIN,
     NAMESPACE_BYTES_MAX,
     OTHERS_NAMESPACE,
+    OTHERS_REFUSED,
     VALUE_BYTES_MAX,
 )
 from ..errors import AbsentError, ConfigError
@@ -400,7 +401,7 @@ def namespace_name(value: Any) -> str:
     if not 1 <= _utf8_bytes(text) <= NAMESPACE_BYTES_MAX:
         raise ConfigError(f"{value!r} must be 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8")
     if text == OTHERS_NAMESPACE:
-        raise ConfigError(f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several")
+        raise ConfigError(OTHERS_REFUSED)
     return text
 
 

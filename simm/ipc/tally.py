@@ -50,12 +50,10 @@ _GRACE_S: Final = 1.0
 #: Sessions that one look takes in.
 LOOK_SESSIONS: Final = 32
 #: Namespaces with counts, at most. Beyond, those go whose names the arena has no more, then all others' counts join
-#: those of :data:`OTHERS`.
+#: those of :data:`~simm.constants.OTHERS_NAMESPACE`.
 NAMESPACES_MAX: Final = 512
 #: Misses that a sample gives to evicted keys before they come, at most.
 RESTS_MAX: Final = 100.0
-#: No client has this namespace.
-OTHERS: Final = OTHERS_NAMESPACE
 #: Bytes and ns, not operations.
 _AMOUNTS: Final = (Word.HIT_BYTES, Word.PUT_BYTES, *range(COUNTERS, USED, STRIDE))
 _LIMITS: Final = np.full(USED, float(COUNTS_A_SECOND))
@@ -99,8 +97,8 @@ class Totals:
         found = self.namespaces.get(namespace)
         if found is None:
             full = self._most is not None and len(self.namespaces) >= self._most
-            if namespace != OTHERS and (full or not _is_name(namespace)):
-                return self.counters(OTHERS)
+            if namespace != OTHERS_NAMESPACE and (full or not _is_name(namespace)):
+                return self.counters(OTHERS_NAMESPACE)
             found = self.namespaces[namespace] = [0] * COUNTERS
         return found
 
@@ -135,7 +133,7 @@ class Totals:
 
     def forget_but(self, names: Collection[str]) -> None:
         """Forget namespaces that are not among these."""
-        kept = {*names, OTHERS}
+        kept = {*names, OTHERS_NAMESPACE}
         self.namespaces = {name: counts for name, counts in self.namespaces.items() if name in kept}
 
     def as_json(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from typing import Any, Final
 from ..arena.marks.near import COMMIT_NEAR
 from ..arena.sessions import check_wants
 from ..config.tokens import Token
-from ..constants import OTHERS_NAMESPACE
+from ..constants import OTHERS_NAMESPACE, OTHERS_REFUSED
 from ..errors import NotSentError, RemoteProtocolError, SimmError, TransportError
 from ..ipc.answer_wait import HungUp, committed
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
@@ -228,7 +228,7 @@ class Endpoint(Service):
             peer.refuse(request_id, proto.text, proto.status)
             return
         if msg.namespace == OTHERS_NAMESPACE:
-            text = f"no namespace may have the name {OTHERS_NAMESPACE}: it stands for several"
+            text = OTHERS_REFUSED
             peer.refuse(request_id, text, Status.BAD_REQUEST)
             return
         if lease.gate.bound:

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from simm.arena.layout import NAMESPACES, SESSION_LINES_MAX
 from simm.client import Client
-from simm.constants import COUNT_WORDS, FRAME_BYTES_MAX, NAMESPACE_BYTES_MAX
+from simm.constants import COUNT_WORDS, FRAME_BYTES_MAX, NAMESPACE_BYTES_MAX, OTHERS_NAMESPACE
 from simm.errors import UsageError
 from simm.ipc.counts import BUCKETS, COUNTERS, TIMED
-from simm.ipc.tally import CLAIMS_MAX, NAMESPACES_MAX, OTHERS, Tally, claims
+from simm.ipc.tally import CLAIMS_MAX, NAMESPACES_MAX, Tally, claims
 from simm.server.operators.pages import METRICS
 from tests.support.http_page import page
 from tests.support.processes import Cluster, new_folder
@@ -39,7 +39,7 @@ def cluster(nothing_is_left: Path) -> Iterator[Cluster]:
 @pytest.mark.quick
 def test_issue_names_of_namespaces_do_nothing_to_a_page(cluster: Cluster) -> None:
     with pytest.raises(UsageError, match="stands for several"):
-        Client(cluster.manager, namespace=OTHERS)
+        Client(cluster.manager, namespace=OTHERS_NAMESPACE)
     for name in EVIL:
         for path in ("shm", "tcp"):
             with Client(cluster.manager, namespace=name, path=path, deadline_s=WAIT_S) as client:
@@ -64,7 +64,7 @@ def test_issue_names_of_namespaces_do_nothing_to_a_page(cluster: Cluster) -> Non
     series = Counter((each.name, *sorted(each.labels.items())) for family in families for each in family.samples)
     assert max(series.values()) == 1, "a scraper refuses a series that is there twice"
     named = {sample.labels.get("namespace") for family in families for sample in family.samples}
-    assert {'\\"\\', "x" * NAMESPACE_BYTES_MAX, OTHERS} <= named
+    assert {'\\"\\', "x" * NAMESPACE_BYTES_MAX, OTHERS_NAMESPACE} <= named
 
 
 def test_issue_what_is_told_of_clients_fits_a_frame_whatever_they_name_and_count() -> None:

@@ -9,8 +9,9 @@ from typing import Any, Final, Literal
 from ...arena.events.victims import AGE_BUCKETS, age_bound_s
 from ...cluster.assignment import Member
 from ...config.tokens import Token, namespaces_of
+from ...constants import OTHERS_NAMESPACE
 from ...ipc.counts import BUCKETS, SAMPLE, SAMPLE_BATCHES, SAMPLE_PUTS, Word, bound_s
-from ...ipc.tally import MISSES, OTHERS, Totals, counters_summary
+from ...ipc.tally import MISSES, Totals, counters_summary
 from ...net.http import Page, Route
 from ...net.loop import Loop
 from ...net.metrics import OF_PROCESSES, Metric, Samples
@@ -545,7 +546,7 @@ def _kept_by(found: Mapping[str, Mapping[str, int]], shown: Collection[str] | No
     sums: dict[tuple[str, str], int] = {}
     for namespace, sizes in found.items():
         named = namespace.isprintable() and (shown is None or namespace in shown)
-        name = namespace if named else OTHERS
+        name = namespace if named else OTHERS_NAMESPACE
         for kind, size in sizes.items():
             sums[name, kind] = sums.get((name, kind), 0) + size
     return sums
@@ -558,7 +559,7 @@ def _by_shown_name(totals: Totals, shown: Collection[str]) -> dict[str, list[int
     """
     found: dict[str, list[int]] = {}
     for namespace, counts in totals.namespaces.items():
-        name = namespace if namespace in shown else OTHERS
+        name = namespace if namespace in shown else OTHERS_NAMESPACE
         found[name] = [one + other for one, other in zip(found.get(name, [0] * len(counts)), counts)]
     return found
 

@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from ...config.tokens import Token, namespaces_of
+from ...constants import OTHERS_NAMESPACE
 from ...host.processes import program_of
 from ...ipc.counts import BUCKETS
-from ...ipc.tally import OTHERS, Totals, counters_summary
+from ...ipc.tally import Totals, counters_summary
 from ...net.loop import Loop
 from ...wire import report_messages as R
 from ..children import WorkerSlot
@@ -116,7 +117,8 @@ class Reporter:
         shown = set(together.namespaces) if not namespaces_of(self._tokens) else set(quotas)
         clients.sort(key=lambda each: each.idle_ms)
         clients = [
-            each if each.namespace in shown else each._replace(namespace=OTHERS) for each in clients[: R.CLIENTS_MAX]
+            each if each.namespace in shown else each._replace(namespace=OTHERS_NAMESPACE)
+            for each in clients[: R.CLIENTS_MAX]
         ]
         namespaces = namespaces_in(together, quotas, shown)
         most = namespaces[: R.NAMESPACES_MAX]
@@ -161,7 +163,7 @@ def namespaces_in(
     """Return what was done by namespace, those with most gets and puts first. Those not ``shown`` are one."""
     sums: dict[str, list[int]] = {name: [0] * len(R.COUNTS) for name in quotas}
     for name, words in totals.namespaces.items():
-        name = name if name in shown else OTHERS
+        name = name if name in shown else OTHERS_NAMESPACE
         before = sums.get(name, [0] * len(R.COUNTS))
         sums[name] = [min(one + other, _U64) for one, other in zip(before, counts_of(counters_summary(words)))]
     made = [

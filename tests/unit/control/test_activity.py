@@ -7,10 +7,10 @@ import random
 import pytest
 
 from simm.cluster.nodes import Node, NodeState
+from simm.constants import OTHERS_NAMESPACE
 from simm.control import activity
 from simm.control.activity import Activity, fault
 from simm.ipc.counts import bound_s
-from simm.ipc.tally import OTHERS
 from simm.wire.report_messages import (
     CLIENTS_MAX,
     COUNTS,
@@ -154,7 +154,7 @@ def test_a_report_that_cannot_be_is_refused_whole(bad: Report) -> None:
     made = Activity()
     assert fault(bad).startswith("a report") and made.take(bad, 1.0) == fault(bad)
     assert made.server("a", 1.0)["report_age_s"] is None
-    assert not fault(report(namespaces=[NamespaceActivity(OTHERS, [0] * 7, 0, 0)]))
+    assert not fault(report(namespaces=[NamespaceActivity(OTHERS_NAMESPACE, [0] * 7, 0, 0)]))
 
 
 def test_what_a_client_names_is_shown_as_text() -> None:

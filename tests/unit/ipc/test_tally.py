@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from simm.constants import COUNT_WORDS
+from simm.constants import COUNT_WORDS, OTHERS_NAMESPACE
 from simm.ipc.commit_ring import Ring
 from simm.ipc.counts import (
     BUCKETS,
@@ -36,7 +36,6 @@ from simm.ipc.tally import (
     LOOK_SESSIONS,
     MISSES,
     NAMESPACES_MAX,
-    OTHERS,
     Continued,
     Served,
     Tallies,
@@ -252,10 +251,10 @@ def test_namespaces_are_bounded(tally: Tally) -> None:
         tally.close(number)
     assert len(tally.totals.namespaces) == NAMESPACES_MAX + 1
     assert sum(counters[0] for counters in tally.totals.namespaces.values()) == 3 * NAMESPACES_MAX, "and none is lost"
-    assert tally.totals.counters(OTHERS)[Word.HITS] == 2 * NAMESPACES_MAX
+    assert tally.totals.counters(OTHERS_NAMESPACE)[Word.HITS] == 2 * NAMESPACES_MAX
     tally.totals.counters("a")[Word.HITS] += 1
     tally.maintain()
-    assert set(tally.totals.namespaces) == {OTHERS}, "the arena has none of the others"
+    assert set(tally.totals.namespaces) == {OTHERS_NAMESPACE}, "the arena has none of the others"
 
 
 # -- totals over processes, and a client's own ------------------------------------------------------
@@ -388,7 +387,7 @@ def test_issue_a_client_that_names_very_many_namespaces_takes_no_counters(known:
     served.looked("blue", [Status.OK], 0)
     assert len(served.namespaces) <= NAMESPACES_MAX + 1
     assert ("red" in served.namespaces, "blue" in served.namespaces) == (True, known)
-    assert (served.namespaces.get("blue") or served.counters(OTHERS))[Word.FOUND] >= 1
+    assert (served.namespaces.get("blue") or served.counters(OTHERS_NAMESPACE))[Word.FOUND] >= 1
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "a\0", "a\u202eb", "a\u2028b"])
@@ -396,7 +395,8 @@ def test_issue_a_name_that_acts_on_a_page_is_one_of_others(name: str) -> None:
     served = Served()
     served.looked(name, [Status.OK], 0)
     served.looked("a b/\"{c}\\", [Status.OK], 0)
-    assert set(served.namespaces) == {OTHERS, "a b/\"{c}\\"} and served.namespaces[OTHERS][Word.FOUND] == 1
+    assert set(served.namespaces) == {OTHERS_NAMESPACE, "a b/\"{c}\\"}
+    assert served.namespaces[OTHERS_NAMESPACE][Word.FOUND] == 1
 
 
 def test_issue_sessions_that_claim_nonsense_one_after_the_other_fill_no_log(
@@ -417,7 +417,7 @@ def test_a_sum_of_several_processes_lumps_nothing() -> None:
         for number in range(NAMESPACES_MAX):
             one.counters(f"{process} {number}")[Word.HITS] += 1
         together.add(one.as_json())
-    assert len(together.namespaces) == 3 * NAMESPACES_MAX and OTHERS not in together.namespaces
+    assert len(together.namespaces) == 3 * NAMESPACES_MAX and OTHERS_NAMESPACE not in together.namespaces
 
 
 # -- threads that share words ------------------------------------------------------------------------

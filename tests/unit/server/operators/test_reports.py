@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from simm.config.tokens import Token, TokenRole
+from simm.constants import OTHERS_NAMESPACE
 from simm.control.activity import fault
 from simm.ipc.counts import BUCKETS, Word
-from simm.ipc.tally import OTHERS, Totals, counters_summary
+from simm.ipc.tally import Totals, counters_summary
 from simm.rpc import encode
 from simm.server.operators import reports
 from simm.server.operators.reports import DETAIL, Reporter
@@ -148,7 +149,7 @@ def test_tenants_names_are_not_told(bound: bool) -> None:
     report = world.reporter.report()
     names = {each.name: (each.counts[0], each.quota_bytes) for each in report.namespaces}
     if bound:
-        assert names == {OTHERS: (11, 0), "mine": (0, 20)} and report.clients[0].namespace == OTHERS
+        assert names == {OTHERS_NAMESPACE: (11, 0), "mine": (0, 20)} and report.clients[0].namespace == OTHERS_NAMESPACE
     else:
         assert names == {"secret": (5, 0), "other": (6, 0), "mine": (0, 20)}
         assert report.clients[0].namespace == "secret", "control"
