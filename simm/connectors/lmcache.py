@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -49,7 +50,18 @@ from ..wire.status import STATUS_NAMES, Status
 from . import vllm_facts
 from .complaints import Complaints
 from .keyspace import connect, options_of
-from .lmcache_values import Arena, Layout, Slot, head_of, length_of, never_whole, reachable, taken_apart, too_large
+from .lmcache_values import (
+    Arena,
+    Layout,
+    Slot,
+    bytes_of,
+    head_of,
+    length_of,
+    never_whole,
+    reachable,
+    taken_apart,
+    too_large,
+)
 from .registration.of_lmcache import engine_schemes, hashes_weakly, remembered, vllm_config
 from .registration.registrar import Registrar
 
@@ -304,7 +316,11 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
                 continue
             memory[:] = data
             found[at] = obj
-            if of_layer and self._expected[True] is None and not self._binary:
+            expected = self._expected[True]
+            # A prompt's last chunk may be shorter than the next ones.
+            if of_layer and not self._binary and (
+                expected is None or math.prod(shapes[0]) > math.prod(expected[0][0])
+            ):  # fmt: skip
                 self._expected[True] = shapes, dtypes, form
         if foreign:
             self._complain("layout", "%d chunks have another layout than this engine's under its keys: dropped. Give"
@@ -312,12 +328,15 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
             self._client.delete_sized(list(foreign), list(foreign.values()))
 
     def _fits(self, layout: Layout, size: int, of_layer: bool) -> bool:
-        """Return whether a value that says this of itself can be a chunk of this engine."""
-        if layout.form not in MemoryFormat.__members__:
-            return False
+        """Return whether a value of so many bytes that says this of itself can be a chunk of this engine.
+
+        Memory is taken for what fits, and LMCache evicts other chunks to make room for it.
+        """
         if self._binary:  # LMCache's deserializer looks into it
-            return layout.form.startswith("BINARY") and layout.groups[0][1][0] == size
+            return layout == Layout(MemoryFormat.BINARY_BUFFER.name, (("none", (size, 0, 0, 0)),))
         mine = Layout.of(self.meta_fmt, self.meta_dtypes, self.meta_shapes)
+        if bytes_of(self.meta_dtypes, [shape for _, shape in layout.groups]) != size:
+            return False
         if of_layer:
             (dtype, shape), (mine_dtype, mine_shape) = layout.groups[0], mine.groups[0]
             return (
@@ -326,7 +345,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
             )  # fmt: skip
         return layout.form == mine.form and len(layout.groups) == len(mine.groups) and all(
             dtype == mine_dtype and len(shape) == len(mine_shape)
-            and shape[:2] == mine_shape[:2] and shape[3:] == mine_shape[3:]
+            and shape[:2] == mine_shape[:2] and shape[3:] == mine_shape[3:] and 0 < shape[2] <= mine_shape[2]
             for (dtype, shape), (mine_dtype, mine_shape) in zip(layout.groups, mine.groups)
         )  # fmt: skip
 

@@ -153,10 +153,14 @@ def too_large(obj: Any) -> bool:
     return bool(room < _TRAILER_MAX and room < len(Layout.of_object(obj).trailer()))
 
 
+def bytes_of(dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> int:
+    """Return how many bytes an object of these data types and shapes has. O(groups)."""
+    return sum(math.prod(map(int, shape)) * int(dtype.itemsize) for dtype, shape in zip(dtypes, shapes))
+
+
 def never_whole(form: Any, dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> bool:
     """Return whether an object of these of LMCache's types, with its trailer, is more than a value may have."""
-    size = sum(math.prod(map(int, shape)) * int(dtype.itemsize) for dtype, shape in zip(dtypes, shapes))
-    return size + len(Layout.of(form, dtypes, shapes).trailer()) > VALUE_BYTES_MAX
+    return bytes_of(dtypes, shapes) + len(Layout.of(form, dtypes, shapes).trailer()) > VALUE_BYTES_MAX
 
 
 def reachable(client: Client) -> bool:

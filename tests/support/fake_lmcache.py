@@ -30,6 +30,7 @@ class MemoryFormat(enum.Enum):
     KV_T2D = 2
     KV_2TD = 3
     BINARY = 4
+    BINARY_BUFFER = 5
     KV_MLA_FMT = 6
     EC_TD = 7
 
@@ -71,7 +72,9 @@ class MemoryObj:
 
     def __init__(self, shapes: Any, dtypes: Any, form: MemoryFormat) -> None:
         self.metadata = types.SimpleNamespace(shapes=list(shapes), dtypes=list(dtypes), fmt=form)
-        self.byte_array = memoryview(bytearray(sum(2 * math.prod(shape) for shape in shapes)))
+        # Of a buffer LMCache's allocator looks at the first dimension alone.
+        size = shapes[0][0] if form is MemoryFormat.BINARY_BUFFER else sum(2 * math.prod(shape) for shape in shapes)
+        self.byte_array = memoryview(bytearray(size))
         self.references = 1
 
     def get_memory_format(self) -> MemoryFormat:

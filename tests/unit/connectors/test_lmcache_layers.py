@@ -86,6 +86,20 @@ def test_an_engine_finds_what_its_like_has_stored(made: Any, name: str) -> None:
         assert one.get(KEYS) == other.get(KEYS) == wanted
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_short_chunk_that_comes_first_costs_full_ones_nothing(
+    made: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each full one was read twice from then on."""
+    engine = made(name)
+    chunks = [engine.chunk(seed, tokens) for seed, tokens in enumerate((5, CHUNK, CHUNK))]
+    engine.put(KEYS, chunks)
+    for key in KEYS[:2]:
+        assert engine.get([key]) != [None]
+    monkeypatch.setattr(engine.client, "get_many", lambda keys: pytest.fail("a second read"))
+    assert engine.get(KEYS[1:]) == [bytes(each.byte_array) for each in chunks[1:]]
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("writer, reader", [("plain", "blending"), ("blending", "plain"), ("mla", "plain"),
                                             ("plain", "mla"), ("blending", "mla")])  # fmt: skip
