@@ -80,7 +80,7 @@ def engine_schemes(config: Any, metadata: Any, dtypes: Mapping[Any, str], more: 
     }  # fmt: skip
     if mla and extra.get("save_only_first_rank", True):
         options["mla"] = True
-    elif extra.get("remote_enable_mla_worker_id_as0", mla):
+    elif mla and extra.get("remote_enable_mla_worker_id_as0", True):
         options["world"], workers = workers, 1
     if getattr(config, "enable_blending", False):
         raise UsageError("with blending, LMCache hashes pieces of a prompt, whatever is before them")

@@ -451,6 +451,8 @@ def test_lmcaches_keys_in_an_engines_process(monkeypatch: pytest.MonkeyPatch) ->
     assert layered.options["layers"] == 3 and layered.options["mla"] is True
     (*_, each) = schemes(lmcache_config(extra_config={"save_only_first_rank": False}), metadata(use_mla=True))
     assert (each.options["world"], each.ranks) == (2, 1), "the first rank's number stands for all"
+    (*_, each) = schemes(lmcache_config(extra_config={"remote_enable_mla_worker_id_as0": True}), metadata(world_size=4))
+    assert "world" not in each.options and each.ranks == 4, "it is of models with latent attention alone"
     with pytest.raises(UsageError, match="blending"):
         schemes(lmcache_config(enable_blending=True), metadata())
     monkeypatch.setitem(sys.modules, "vllm.utils.hashing", ModuleType("vllm.utils.hashing"))
