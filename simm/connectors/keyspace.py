@@ -17,6 +17,7 @@ before is then found under no key, and is evicted in time. What holds:
 * A generation that was evicted, or lost with its server, is stored again by any keyspace that knows it. If none does,
   a new one begins. It is the time in nanoseconds, so nothing was ever stored under it. Where several keyspaces begin
   one at the same moment they take the one that is stored first: others may have stored under it already.
+* A number that is too late for a time counts as none, as there could be no flush after it.
 * A generation is read at its owner, also by a client with near copies.
 
 What can go wrong
@@ -76,6 +77,9 @@ _ATTEMPTS: Final = 3
 #: Between the first look that finds no generation and the second one, seconds. Another keyspace may be about to store
 #: one, which takes some round trips. It is once for each generation that is lost.
 _PAUSE_S: Final = 0.002
+
+#: A generation is about the time of its flush. No keyspace stores one that is later than now by so many nanoseconds.
+_AHEAD_NS: Final = 1 << 62
 
 #: Why a flush has returned False, and what follows, for the log.
 NOT_FLUSHED: Final = (
@@ -344,7 +348,7 @@ class Keyspace:
         """Return what a get of the generation returns, and the generation that is stored, 0 for none."""
         buffer = bytearray(GENERATION.size)
         got = self._client.get_digest_at_owner(self._key, sink_of(buffer))
-        return got, GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
+        return got, _generation_in(buffer) if got == GENERATION.size else 0
 
     def _oldest(self) -> int:
         """Return the oldest generation that anybody reads, 0 for none and where a copy cannot be read."""
@@ -352,8 +356,7 @@ class Keyspace:
         if replicas is None:
             return self._read()[1]
         copies = replicas.read_copies(self._key, GENERATION.size)
-        found = [GENERATION.unpack(room)[0] if got == GENERATION.size else 0
-                 for got, room in copies if got != NoValue.MISS]  # fmt: skip
+        found = [_generation_in(room) if got == GENERATION.size else 0 for got, room in copies if got != NoValue.MISS]
         return min(found, default=0)
 
     def _store(self, generation: int, *, absent: bool = False) -> bool:
@@ -387,6 +390,12 @@ class Keyspace:
     def digests(self, generation: str, keys: Sequence[str]) -> list[bytes]:
         """Return the digests of :meth:`names`. O(bytes)."""
         return list(map(self._client.digest, self.names(generation, keys)))
+
+
+def _generation_in(value: bytearray) -> int:
+    """Return the generation that a value is, 0 for none: any process may have put what is there."""
+    number: int = GENERATION.unpack(value)[0]
+    return number if number < time.time_ns() + _AHEAD_NS else 0
 
 
 def _about(seconds: float) -> float:

@@ -530,6 +530,17 @@ def test_a_generation_of_another_length_is_replaced(client: FakeClient) -> None:
         assert generation is not None and Keyspace(client, "a").generation() == generation
 
 
+@pytest.mark.parametrize("number", [(1 << 64) - 1, (1 << 64) - 2, 1 << 63])
+def test_a_generation_with_no_room_for_a_flush_is_replaced(client: FakeClient, number: int) -> None:
+    """An engine that had read it could neither flush nor use the store any more."""
+    one = Keyspace(client, "a")
+    assert client.put_digest(one._key, memoryview(number.to_bytes(8, "little"))) == 0
+    first = one.generation()
+    assert first is not None and int(first, 16) < number and one.flush() and one.flush()
+    last = one.generation()
+    assert last is not None and first < last == Keyspace(client, "a").generation()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_keyspace_reads_what_it_flushed(client: FakeClient, store: FakeStore, seed: int) -> None:
     """Flushes, outages and lost generations at random: a value older than a keyspace's own flush is never found."""
