@@ -35,7 +35,7 @@ import secrets
 import struct
 import threading
 import types
-from collections.abc import Iterator, Mapping, Set, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -366,6 +366,21 @@ def _is_transparent(kind: type) -> bool:
     slots += kind.__dictoffset__ != 0 and not kind.__flags__ & _MANAGED_DICT
     slots += kind.__weakrefoffset__ > 0
     return kind.__itemsize__ == 0 and kind.__basicsize__ <= object.__basicsize__ + slots * _POINTER
+
+
+def of_environment(names: Iterable[str]) -> dict[str, str]:
+    """Return what these variables of the environment say, without those that are not set, or empty.
+
+    Of a variable that names a file the file's contents count: two hosts may have other files under one path.
+    """
+    found = {}
+    for name in names:
+        text = os.environ.get(name, "")
+        try:
+            found[name] = hashlib.blake2b(pathlib.Path(text).read_bytes(), digest_size=12).hexdigest()
+        except OSError:  # no file
+            found[name] = text
+    return {name: text for name, text in found.items() if text}
 
 
 #: Settings of engines' loaders by which the same weights come faster, or are checked: threads and readers, who reads

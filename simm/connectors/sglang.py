@@ -28,7 +28,7 @@ to the version that it began with: as soon as the engine has another one, it sto
 Failures
 --------
 No method raises: a failure is a miss or a page that was not stored, and is logged once in ten seconds. Only the
-constructor raises, for settings that cannot work. The client's deadline (SIMM_DEADLINE_MS) bounds each call.
+constructor raises, for settings that cannot work. The client's deadline (SIMM_DEADLINE_MS) bounds each exchange.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ..schemes.scheme import Scheme
 from ..wire.status import Status
 from .complaints import Complaints
 from .hicache import facts, hit_policies
-from .hicache.host_pools import GEOMETRY, HostPool, Piece, buffers, head_of, of_pages, sinks_of, source, whole
+from .hicache.host_pools import HostPool, Piece, buffers, geometry_of, head_of, of_pages, sinks_of, source, whole
 from .hicache.weight_versions import WeightVersions
 from .keyspace import NOT_FLUSHED, Keyspace, connect, identity, options_of
 from .registration.of_sglang import paging_of
@@ -197,7 +197,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return name == str(PoolName.KV) or not hasattr(host, "head_num")
 
     def _pool_facts(self, name: str, host: Any, rank: int | None = None) -> list[dict[str, Any]]:
-        geometry = {each: getattr(host, each, None) for each in GEOMETRY}
+        geometry = geometry_of(host)
         known = {
             **self._model, "pool": name, "class": type(host).__name__, **facts.of_numbers(_served),
             **{each: value for each, value in geometry.items() if value is not None},

@@ -248,7 +248,10 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
                     layout = block_layout(tuple(cache.shape), cache.stride(), cache.element_size(), blocks)
                     layers[name] = Layer(int(cache.data_ptr()), layout)
                     # Of tokens before heads and heads before tokens the pieces are the same: the strides tell.
-                    forms[name] = (str(cache.dtype), tuple(cache.shape[1:]), tuple(cache.stride())[1:], layout.pieces)
+                    forms[name] = (
+                        str(cache.dtype), tuple(cache.shape[1:]), tuple(cache.stride())[1:], layout.pieces,
+                        *vllm_facts.of_kernels(self._vllm_config, name),
+                    )  # fmt: skip
                     storage = cache.untyped_storage()
                     storages[int(storage.data_ptr())] = int(storage.nbytes())
             facts = {**self._memory_facts, "forms": forms}

@@ -6,13 +6,14 @@ between engines that differ in it. So what is in doubt is here. Nothing here imp
 
 from __future__ import annotations
 
+import platform
 import sys
 from typing import Any, Final
 
-from .described import of_loader
+from .described import of_environment, of_loader
 
-#: Of vLLM's configurations: what decides what blocks hold, besides the model's name and data type. Of kernels, which
-#: only round in another way, there is nothing. ``max_model_len`` chooses factors of LongRoPE and scales of attention.
+#: Of vLLM's configurations: what decides what blocks hold, besides the model's name and data type. Of kernels that only
+#: round in another way there is nothing. ``max_model_len`` chooses factors of LongRoPE and scales of attention.
 MODEL: Final = (
     "quantization_config", "hf_config_path", "config_format", "code_revision", "model_impl", "model_class_overrides",
     "max_model_len",
@@ -26,6 +27,12 @@ CACHE: Final = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
 ATTENTION: Final = (
     "indexer_kv_dtype", "indexer_sparse_logits", "use_non_causal", "use_prefill_query_quantization",
     "disable_flashinfer_q_quantization",
+)  # fmt: skip
+#: What vLLM's configurations do not tell: variables of its environment. Some decide in which order numbers lie in
+#: memory of one form.
+VARIABLES: Final = (
+    "VLLM_USE_MODELSCOPE", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
 )  # fmt: skip
 #: Names of one encoding of a KV cache of bytes, that of FP8 with a mantissa of 3 bits on this platform. Workers replace
 #: one by another in their copy of the configuration while they load a model with sparse attention, and the scheduler's
@@ -48,6 +55,7 @@ def of_memory(vllm_config: Any) -> dict[str, Any]:
         "draft": [getattr(draft, name, None) for name in DRAFT],
         "draft_cache_dtype": getattr(speculative, "kv_cache_dtype", None) if draft is not None else None,
         "cache_dtype_skip_layers": getattr(cache, "kv_cache_dtype_skip_layers", None), "fp8": _fp8(),
+        **of_environment(VARIABLES),
     }  # fmt: skip
     parts = (
         (model, MODEL), (getattr(model, "multimodal_config", None), MEDIA), (cache, CACHE),
@@ -65,6 +73,17 @@ def of_memory(vllm_config: Any) -> dict[str, Any]:
     if getattr(load, "load_format", None) == "dummy":
         facts["dummy"] = True  # all other formats load the same weights
     return facts
+
+
+def of_kernels(vllm_config: Any, layer: str) -> tuple[str, str, str]:
+    """Return what decides in which order a layer's numbers lie in a CPU's memory, beside its form.
+
+    It is the processor, the layer's backend and its instruction set: each packs keys and values for its own kernels.
+    """
+    config = getattr(vllm_config, "compilation_config", None)
+    made = (getattr(config, "static_forward_context", None) or {}).get(layer)
+    isa = getattr(made, "isa", None)
+    return platform.machine(), _backend(made), str(isa) if isa is not None else f"amx {_has_amx()}"
 
 
 def numbers_of(vllm_config: Any) -> str:
@@ -90,4 +109,20 @@ def _fp8() -> str | None:
     try:
         return str(sys.modules["vllm.platforms"].current_platform.fp8_dtype())
     except Exception:  # no platform, or none that says so
+        return None
+
+
+def _backend(layer: Any) -> str:
+    """Return the name of a layer's attention backend; "" if it is not known."""
+    try:
+        return str(layer.get_attn_backend().get_name())
+    except Exception:  # another vLLM's layer
+        return ""
+
+
+def _has_amx() -> bool | None:
+    """Return whether this processor has AMX, by which vLLM chooses an instruction set; None if not known."""
+    try:
+        return bool(sys.modules["torch"].cpu._is_amx_tile_supported())
+    except Exception:  # no torch, or one that does not say so
         return None

@@ -161,6 +161,7 @@ class World:
             scheduler_config=SimpleNamespace(async_scheduling=self.asynchronous), speculative_config=draft,
             kv_events_config=SimpleNamespace(enable_kv_cache_events=True), load_config=SimpleNamespace(),
             attention_config=SimpleNamespace(), lora_config=SimpleNamespace(),
+            compilation_config=SimpleNamespace(static_forward_context={}),
         )  # fmt: skip
         made.model_config.multimodal_config = SimpleNamespace()
         places = {

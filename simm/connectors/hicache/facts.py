@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from ..described import of_loader
+from ..described import of_environment, of_loader
 
 #: Returns settings of the engine by name, as ``served_NAME``; nothing if they are not known.
 Served = Callable[..., dict[str, Any]]
@@ -24,12 +24,30 @@ _WEIGHTS: Final = (
     "kt_method", "kt_weight_path", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token",
     "json_model_override_args", "decrypted_config_file", "model_impl", "mm_process_config",
     "enable_w4a4_mxfp4_megamoe", "flashinfer_mxfp4_moe_precision", "forward_hooks",
-    "enable_precise_embedding_interpolation",
+    "enable_precise_embedding_interpolation", "rl_on_policy_target", "enable_deterministic_inference",
+    "model_config_parser", "context_length",
+)  # fmt: skip
+#: The same, of what SGLang's arguments do not tell: variables of its environment.
+WEIGHTS_VARIABLES: Final = (
+    "SGLANG_USE_MODELSCOPE", "SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_EXTERNAL_MM_MODEL_ARCH",
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_FP8_IGNORED_LAYERS", "SGLANG_FP4_IGNORED_LAYERS",
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG", "SGLANG_HUMMING_INPUT_QUANT_CONFIG", "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN", "SGLANG_DSV4_FP4_EXPERTS", "SGLANG_QUANT_ALLOW_DOWNCASTING",
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "SGLANG_MINICPM_DENSE_AS_SPARSE",
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
 )  # fmt: skip
 #: How a page's numbers are kept.
 _NUMBERS: Final = (
     "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "qsa_indexer_dtype",
     "enable_deepseek_v4_fp4_indexer",
+)  # fmt: skip
+#: The same, and in which order numbers lie in memory of one form: variables of SGLang's environment. Pages are copies
+#: of the device's memory, and some kernels shuffle it for themselves.
+NUMBERS_VARIABLES: Final = (
+    "SGLANG_USE_HND_KVCACHE", "SGLANG_USE_AITER", "SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_DSA_HIP_DISABLE_PRESHUFFLE",
+    "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS", "SGLANG_DSV4_KV_LAYOUT", "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
+    "SGLANG_DSV4_UNIFIED_KV_FP8", "SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE", "SGLANG_DSV4_COMPRESS_STATE_DTYPE",
+    "SGLANG_HIP_DSV41_INDEX_K_PAGE8", "SGLANG_OPT_USE_ONLINE_COMPRESS", "SGLANG_OPT_MINIMAX_M3_FP8_INDEX_CACHE",
 )  # fmt: skip
 #: What SGLang turns on by itself where it can, so that its arguments do not tell it: which tokens' states pages have.
 RESOLVED: Final = ("enable_decoder_swa_bounded_replay", "enable_encoder_swa_bounded_replay")
@@ -46,7 +64,7 @@ _DRAFT: Final = (
 
 def of_weights(served: Served) -> dict[str, Any]:
     """Return what tells a model of one name from another one, but for its path and revision."""
-    known = served(*_WEIGHTS)
+    known = {**served(*_WEIGHTS), **of_environment(WEIGHTS_VARIABLES)}
     loader = served("model_loader_extra_config")
     known |= {name: of_loader(value) for name, value in loader.items()}
     if served("load_format").get("served_load_format") == "dummy":
@@ -58,9 +76,11 @@ def of_numbers(served: Served) -> dict[str, Any]:
     """Return how numbers are kept. Scales of an FP8 pool by the contents of their file, or its path if it is not read.
 
     Two hosts may have other files under one path, or the same file under two. They may have GPUs that encode FP8 in
-    different ways, too.
+    different ways, or for which kernels keep numbers in another order, too.
     """
-    known: dict[str, Any] = {**served(*_NUMBERS), **served(*RESOLVED), "fp8": _fp8()}
+    known: dict[str, Any] = {
+        **served(*_NUMBERS), **served(*RESOLVED), **of_environment(NUMBERS_VARIABLES), "fp8": _fp8(), "hip": _hip(),
+    }  # fmt: skip
     path = served("quantization_param_path").get("served_quantization_param_path")
     if path:
         try:
@@ -72,7 +92,10 @@ def of_numbers(served: Served) -> dict[str, Any]:
 
 def of_draft(served: Served) -> dict[str, Any]:
     """Return which draft model there is, if any."""
-    return served(*_DRAFT)
+    known = served(*_DRAFT)
+    if served("speculative_draft_load_format").get("served_speculative_draft_load_format") == "dummy":
+        known["draft_dummy"] = True  # all other formats load the same weights
+    return known
 
 
 def _fp8() -> str | None:
@@ -82,3 +105,9 @@ def _fp8() -> str | None:
         if dtype is not None:
             return str(dtype)
     return None
+
+
+def _hip() -> bool:
+    """Return whether SGLang's kernels in this process are those for AMD's GPUs."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    return getattr(version, "hip", None) is not None

@@ -29,6 +29,21 @@ GEOMETRY: Final = (
     "indexer_dtype", "indexer_page_stride_size", "num_mamba_layers", "temporal_dtype", "temporal_state_elem_size",
     "conv_dtype", "conv_state_elem_sizes", "conv_state_shapes", "dcp_size", "storage_format_tag",
 )  # fmt: skip
+#: What a device's pool says of the order of its numbers, as far as it has it.
+_ORDERS: Final = ("kv_cache_layout", "kv_layout")
+
+
+def geometry_of(host: Any) -> dict[str, Any]:
+    """Return what a host pool says of the form of its pages, and in which order the device's numbers lie in them.
+
+    Pages are copies of the device's memory: ``layout`` is that of the host's alone.
+    """
+    known = {name: getattr(host, name, None) for name in GEOMETRY}
+    orders = [str(getattr(getattr(each, "buffers", None), "layout", None))
+              for each in getattr(host, "_buffer_infos", None) or ()]  # fmt: skip
+    device = getattr(host, "device_pool", None)
+    orders += [str(order) for order in (getattr(device, name, None) for name in _ORDERS) if order is not None]
+    return {**known, "device_layout": orders or None}
 
 
 def head_of(pool: str, facts: dict[str, Any], weights: str) -> str:

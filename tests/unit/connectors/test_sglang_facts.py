@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +65,8 @@ def engine(served: Served) -> Iterator[Engines]:
 @pytest.mark.parametrize("name", [
     "kt_weight_path", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token", "model_loader_extra_config",
     "enable_w4a4_mxfp4_megamoe", "flashinfer_mxfp4_moe_precision", "forward_hooks",
-    "enable_precise_embedding_interpolation",
+    "enable_precise_embedding_interpolation", "rl_on_policy_target", "enable_deterministic_inference",
+    "model_config_parser", "context_length",
 ])  # fmt: skip
 def test_settings_that_decide_weights_and_what_layers_return_keep_engines_apart(
     engine: Engines, served: Served, name: str
@@ -74,6 +76,70 @@ def test_settings_that_decide_weights_and_what_layers_return_keep_engines_apart(
     assert own == engine.heads(PoolName.KV), "the control"
     setattr(served, name, [{"hook_factory": "module:other"}] if name == "forward_hooks" else "other")
     assert own != engine.heads(PoolName.KV) and scope != engine()._keyspace.scope
+
+
+@pytest.mark.parametrize("name", facts.WEIGHTS_VARIABLES)
+def test_variables_that_decide_weights_keep_engines_apart(
+    engine: Engines, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Both the pages and what a flush covers. An empty variable is none."""
+    own, scope = engine.heads(PoolName.KV), engine()._keyspace.scope
+    monkeypatch.setenv(name, "")
+    assert own == engine.heads(PoolName.KV), "the control"
+    monkeypatch.setenv(name, "1")
+    assert own != engine.heads(PoolName.KV) and scope != engine()._keyspace.scope
+
+
+def test_a_variable_that_names_a_file_is_what_the_file_says(
+    engine: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two hosts may have other files under one path."""
+    found = []
+    for name, text in (("a", '{"bits": 4}'), ("b", '{"bits": 4}'), ("a", '{"bits": 8}')):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv("SGLANG_HUMMING_ONLINE_QUANT_CONFIG", str(tmp_path / name))
+        found.append(engine.heads(PoolName.KV))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("name", facts.NUMBERS_VARIABLES)
+def test_variables_that_decide_how_numbers_lie_keep_engines_apart(
+    engine: Engines, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Pages are copies of the device's memory, and pools of other layouts have the same form."""
+    pools = (PoolName.KV, PoolName.INDEXER)
+    own = engine.heads(*pools)
+    monkeypatch.setenv(name, "1")
+    assert all(one != other for one, other in zip(own, engine.heads(*pools)))
+
+
+def test_kernels_of_another_maker_share_nothing(engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep an indexer's pages in another order, of as many bytes and of the same type."""
+    found = []
+    for version in (None, "7.0", None):
+        torch: Any = ModuleType("torch")
+        torch.version = SimpleNamespace(hip=version)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        found.append(engine.heads(PoolName.INDEXER))
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("how", ["buffers", "kv_cache_layout", "kv_layout"])
+def test_device_pools_of_other_layouts_share_nothing(engine: Engines, how: str) -> None:
+    """Whatever has decided the layout."""
+
+    def heads(layout: str) -> list[str]:
+        pool: Any = Pool()
+        if how == "buffers":
+            pool._buffer_infos = (SimpleNamespace(buffers=SimpleNamespace(layout=layout)),)
+        else:
+            pool.device_pool = SimpleNamespace(**{how: layout})
+        backend = engine()
+        backend.register_mem_pool_host(pool)
+        found: list[str] = backend._pool(PoolName.KV).heads("v")
+        return found
+
+    assert heads("nhd") == heads("nhd") != heads("hnd")
 
 
 def test_how_fast_a_loader_is_costs_no_hits(engine: Engines, served: Served) -> None:
@@ -100,6 +166,16 @@ def test_issue_no_log_has_values_of_a_loaders_settings(
     assert engine.heads(PoolName.KV)
     assert caplog.text.count("model_loader_extra_config") == 2, "of the scope and of the pool"
     assert "secret" not in caplog.text
+
+
+def test_a_draft_model_of_random_weights_is_another_one(engine: Engines, served: Served) -> None:
+    """Other formats load the same weights."""
+    found = {}
+    for text in ("auto", "safetensors", "dummy"):
+        served.speculative_draft_load_format = text  # type: ignore[attr-defined]
+        found[text] = engine.heads(PoolName.KV, PoolName.DRAFT)
+    assert found["auto"] == found["safetensors"]
+    assert found["auto"][1] != found["dummy"][1]
 
 
 @pytest.mark.parametrize("module", facts._KERNELS)

@@ -82,6 +82,53 @@ def test_engines_that_differ_share_nothing(engines: Engines, other: dict[str, An
     assert own == engines.identity() and own != engines.identity(**other)
 
 
+@pytest.mark.parametrize("name", vllm_facts.VARIABLES)
+def test_variables_that_decide_weights_and_layouts_keep_engines_apart(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    own = engines.identity()
+    monkeypatch.setenv(name, "1")
+    assert own != engines.identity()
+
+
+class Layer:
+    """A layer of vLLM, after it has chosen its kernels."""
+
+    def __init__(self, isa: str | None, backend: str) -> None:
+        if isa is not None:
+            self.isa = isa
+        self.backend = backend
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self.backend)
+
+
+@pytest.mark.parametrize("other", [("amx", "CPU_ATTN"), (None, "CPU_MLA")], ids=str)
+def test_kernels_that_pack_blocks_in_other_ways_share_nothing(engines: Engines, other: tuple[str | None, str]) -> None:
+    """On processors with AMX keys lie in another order, in memory of the same form. A reset covers both."""
+
+    def named(isa: str | None, backend: str) -> tuple[str, str]:
+        layers = {f"0.{number}": Layer(isa, backend) for number in range(2)}
+        return engines.identity(more={"compilation_config": {"static_forward_context": layers}})
+
+    one = (None, "AMX_MLA") if other[0] is None else ("vec", "CPU_ATTN")
+    own, found = named(*one), named(*other)
+    assert own == named(*one) and own[1] != found[1] and own[0] == found[0]
+
+
+@pytest.mark.parametrize("how", ["architecture", "amx"])
+def test_processors_of_other_kinds_share_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Where a layer does not say its instruction set, what vLLM chooses one by counts."""
+    found = []
+    for machine, has_amx in (("x86_64", False), ("aarch64", False) if how == "architecture" else ("x86_64", True)):
+        torch: Any = ModuleType("torch")
+        torch.cpu = SimpleNamespace(_is_amx_tile_supported=lambda has_amx=has_amx: has_amx)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        found.append(engines.identity()[1])
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize(
     "more",
     [*({"draft_model_config": {name: "other"}} for name in vllm_facts.DRAFT), {"draft": {"kv_cache_dtype": "fp8"}}],

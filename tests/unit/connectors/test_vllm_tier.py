@@ -83,6 +83,16 @@ def test_engines_that_differ_share_nothing(tiers: Tiers, other: dict[str, Any]) 
     assert own == tiers.scope(World().config()) and own != tiers.scope(World(**other).config())
 
 
+@pytest.mark.parametrize("name", vllm_facts.VARIABLES)
+def test_variables_that_decide_weights_and_layouts_keep_engines_apart(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A Mamba layer's state may be transposed, in as many bytes."""
+    own = tiers.scope(World().config())
+    monkeypatch.setenv(name, "1")
+    assert own != tiers.scope(World().config())
+
+
 def test_issue_no_log_has_values_of_a_loaders_settings(tiers: Tiers, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     tiers.scope(World(more={"load_config": {"model_loader_extra_config": {"token": "secret"}}}).config())
