@@ -261,7 +261,7 @@ class SessionTable:
                     got = self.grant(session, size, count)
                     grants += got
                     if len(got) < count:
-                        short_of = _power_below(size)
+                        short_of = power_below(size)
                     if space.waiting is not None:
                         space.gone += space.waiting()  # the next want has them dropped first
         finally:
@@ -285,7 +285,7 @@ class SessionTable:
                 session.prepared += got
                 count -= some
                 if len(got) < some:
-                    short_of[session.session] = _power_below(size)
+                    short_of[session.session] = power_below(size)
 
     def want(self, session: Session, size: int, count: int) -> None:
         """Request :meth:`grant` for later: the store's next ``apply_pending`` prepares them for the next answer."""
@@ -489,6 +489,6 @@ class SessionTable:
         return known
 
 
-def _power_below(size: int) -> int:
+def power_below(size: int) -> int:
     """Return the greatest power of two that is not above ``size``; ``size`` if that is not positive."""
     return 1 << size.bit_length() - 1 if size > 0 else size

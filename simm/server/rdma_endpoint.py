@@ -43,9 +43,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..arena.marks.near import COMMIT_NEAR
-from ..arena.sessions import check_wants
+from ..arena.sessions import RECALL_AGAIN_MS, check_wants, power_below
 from ..config.tokens import Token
-from ..constants import OTHERS_NAMESPACE, OTHERS_REFUSED
+from ..constants import OTHERS_NAMESPACE, OTHERS_REFUSED, VALUE_BYTES_MAX
 from ..errors import NotSentError, RemoteProtocolError, SimmError, TransportError
 from ..ipc.answer_wait import HungUp, committed
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
@@ -86,7 +86,6 @@ IDLE_S: Final = 5.0
 FORMER_S: Final = 2.0
 #: Grants in one answer: with a key for each of a lease's queue pairs they fill a quarter of a frame.
 ANSWER_GRANTS_MAX: Final = 1024
-MTUS: Final = frozenset((256, 512, 1024, 2048, 4096))
 
 _COUNTS: Final = (
     "connections_opened", "connections_broken", "commits", "commit_failures", "stale_commits", "recalls",
@@ -273,8 +272,6 @@ class Endpoint(Service):
         rails = self._opened(lease, msg).rails
         if msg.rail >= len(rails):
             raise RemoteProtocolError(f"RDMA_CONNECT to rail {msg.rail} of {len(rails)}")
-        if msg.mtu not in MTUS:
-            raise RemoteProtocolError(f"no queue pair has an MTU of {msg.mtu} bytes")
         self.connects.add(peer, lease, rails[msg.rail], request_id, msg)
 
     # -- grants -----------------------------------------------------------------------------------
@@ -289,7 +286,10 @@ class Endpoint(Service):
             return False
         enough = True
         old = len(lease.prepared)
+        short_of = VALUE_BYTES_MAX + 1  # no want of so many bytes is tried: see SessionTable.grant_each()
         for size, count in wants:
+            if size >= short_of:
+                continue
             chunk = chunk_bytes_for(size)
             allowed = min(count, self._room(lease, session, chunk))
             try:
@@ -314,7 +314,7 @@ class Endpoint(Service):
                 finally:
                     self.granted_bytes += lease.granted_bytes - before
             if len(grants) < count:
-                enough = False
+                enough, short_of = False, power_below(size)
                 log.debug(
                     "%d of %d chunks of %d bytes: %d allowed, the lease has %d bytes, all have %d",
                     len(grants), count, chunk, allowed, lease.granted_bytes, self.granted_bytes,
@@ -516,18 +516,21 @@ class Endpoint(Service):
                         self._broken(peer, str(exc))
 
     def _recall(self, wanted: int, asking: RdmaLease | None = None) -> None:
-        """Ask leases for about this many bytes of grants, the greatest holders first."""
+        """Ask leases for about this many bytes of grants, the greatest holders first, none again at once."""
         others = [peer for peer in self.leases if peer.context is not asking and peer.context.granted_bytes]
         for peer in sorted(others, key=lambda peer: -int(peer.context.granted_bytes)):
             if wanted <= 0:
                 return
             lease: RdmaLease = peer.context
+            if self.loop.now - lease.recalled_at < RECALL_AGAIN_MS / 1000:
+                continue
             asked = min(wanted, lease.granted_bytes)
             wanted -= asked
             self._ask_for_grants(peer, lease, asked)
 
     def _ask_for_grants(self, peer: Peer, lease: RdmaLease, wanted: int) -> None:
         """Revoke the grants that the client does not know of yet, and ask it for the rest."""
+        lease.recalled_at = self.loop.now
         before = lease.granted_bytes
         try:
             self._revoke(lease, list(lease.prepared))

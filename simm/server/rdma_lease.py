@@ -46,6 +46,7 @@ ASKED_MAX: Final = 64
 #: An address that nobody answered for is not waited for again so soon, seconds; and how many of them are remembered.
 SILENT_S: Final = 5.0
 SILENT_MAX: Final = 4096
+MTUS: Final = frozenset((256, 512, 1024, 2048, 4096))
 
 
 class LeasedGrant:
@@ -184,8 +185,10 @@ class Connects:
     def add(self, peer: Peer, lease: RdmaLease, rail: Rail, request_id: int, msg: RdmaConnect) -> None:
         """Answer a message as soon as it is known whether its end can be reached.
 
-        Raises RemoteProtocolError if the client has sent too many, in vain or not.
+        Raises RemoteProtocolError if the client has sent too many, in vain or not, or names an MTU that there is not.
         """
+        if msg.mtu not in MTUS:
+            raise RemoteProtocolError(f"no queue pair has an MTU of {msg.mtu} bytes")
         lease.tried += 1
         if lease.tried > QUEUE_PAIRS_MAX:
             raise RemoteProtocolError(f"more than {QUEUE_PAIRS_MAX} queue pairs in one lease")
@@ -258,9 +261,11 @@ class RdmaLease:
         #: Grants that go to the client with the next answer.
         self.prepared: list[LeasedGrant] = []
         self.granted_bytes = 0
-        #: When the client last sent a frame, and whether it was asked for its grants since.
+        #: When the client last sent a frame, and whether it was asked for its grants, as an idle one, since.
         self.last_seen = 0.0
         self.recalled = False
+        #: When grants were last recalled from it.
+        self.recalled_at = float("-inf")
         self.closed = False
 
     def __repr__(self) -> str:

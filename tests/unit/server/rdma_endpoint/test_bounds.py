@@ -7,13 +7,16 @@ import time
 
 import pytest
 
+from simm.constants import VALUE_BYTES_MAX
 from simm.errors import TransportError
+from simm.ipc.session import WorkerSession
 from simm.net.peer import STALL_S
 from simm.rdma.api import QueuePairAddress
 from simm.rpc import encode
 from simm.server import rdma_endpoint as endpoint_module
 from simm.server import rdma_lease as lease_module
-from simm.server.rdma_lease import QUEUE_PAIRS_MAX
+from simm.server.rdma_endpoint import Endpoint
+from simm.server.rdma_lease import QUEUE_PAIRS_MAX, RdmaLease
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.messages import Status
@@ -142,6 +145,41 @@ def test_the_workers_recall_goes_on_to_connections(server: EndpointThread, worke
         server.until(lambda stats: stats["recalls"], "the recall is passed on")
         mine.channel.call(M.Ping(1))
         assert mine.pushes == [M.Recall(8192)]
+
+
+def test_issue_a_request_that_comes_short_asks_each_other_connection_once(
+    server: EndpointThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its wants had asked all others, and nobody else was served meanwhile."""
+    monkeypatch.setattr(endpoint_module, "IDLE_S", 1e6)
+    monkeypatch.setattr(endpoint_module, "RECALL_AGAIN_MS", 1e9)
+    tried = []
+    real = Endpoint._room
+
+    def room(self: Endpoint, lease: RdmaLease, session: WorkerSession, chunk: int) -> int:
+        tried.append(chunk)
+        return real(self, lease, session, chunk)
+
+    with connection(server) as mine, connection(server) as one, connection(server) as another:
+        for each in (mine, one, another):
+            each.grant(4096)
+        monkeypatch.setattr(Endpoint, "_room", room)
+        ask = M.Grant([(VALUE_BYTES_MAX, 1)] * 4000 + [(4096, 1)])
+
+        def asked() -> int:
+            frame = mine.channel.wait(mine.channel.submit(ask))
+            assert frame.status == Status.NO_SPACE
+            assert len(mine.take(mine.channel.result(frame))) == 1, "there is room for a small one"
+            recalls: int = server.stats()["recalls"]
+            return recalls
+
+        assert asked() == 2 and len(tried) < 10
+        assert asked() == 2, "nor is any asked again at once"
+        monkeypatch.setattr(endpoint_module, "RECALL_AGAIN_MS", 0)
+        assert asked() == 4, "control"
+        for each in (one, another):
+            each.channel.call(M.Ping(1))
+            assert each.pushes == [M.Recall(4096)] * 2
 
 
 def test_links_are_bounded(server: EndpointThread) -> None:
