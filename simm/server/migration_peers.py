@@ -29,8 +29,9 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.hashing import shard_of
+from ..arena.hashing import check_namespace, shard_of
 from ..arena.layout import ENTRY_CRC, HEADER_BYTES
+from ..arena.marks.near import COMMIT_NEAR
 from ..arena.reader import ArenaReader
 from ..cluster.move_plan import ProgressTimeout
 from ..config.parsers import TlsOptions
@@ -40,6 +41,7 @@ from ..constants import (
     KEEP_HARD,
     KEEP_S_MAX,
     KEEP_SOFT,
+    OTHERS_NAMESPACE,
     SHARD_COUNT,
     VALUE_BYTES_MAX,
 )
@@ -106,6 +108,11 @@ class TargetWorker:
         self._words = np.frombuffer(self.reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES)
 
     def _open(self, namespace: str) -> WorkerSession:
+        try:
+            if namespace != OTHERS_NAMESPACE:
+                check_namespace(namespace)  # here, as the worker closes a connection whose HELLO is too long
+        except UsageError as exc:
+            raise SessionRefused(str(exc)) from exc
         try:
             return WorkerSession(self.uds, namespace, DEADLINE_S, ring=False, role=M.Role.MOVER)
         except Refused as exc:
@@ -425,5 +432,5 @@ class SourceWorker:
             whole = status or judged
             if whole == Status.OK and flags & ENTRY_CRC and zlib.crc32(target) != crc:
                 whole = Status.TORN
-            answers.append((whole, crc, flags))
+            answers.append((whole, crc, flags & ~COMMIT_NEAR))  # that would not be kept as what moves is
         return answers

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from simm.arena.layout import ENTRY_CRC, ENTRY_LARGE
+from simm.arena.marks.near import COMMIT_NEAR
 from simm.cluster import move_plan
 from simm.cluster.move_plan import MovePlan
 from simm.constants import VALUE_BYTES_MAX
@@ -471,6 +472,29 @@ def test_garbage_digests_are_only_misses(world: Pair) -> None:
     mover = world.mover()
     assert mover.wait() is True and world.n.fetch([GOOD, BAD]) == list(HAS.values())
     assert mover.mover.lost == 50
+    liar.close()
+
+
+def test_issue_a_name_that_is_too_long_costs_its_values_alone(world: Pair) -> None:
+    """The worker closes a connection whose HELLO is too long, and the mover ended as if the worker had died."""
+    names = [*NAMED, M.NamespaceName(4, "x" * 5000)]
+    page = M.Listed(0, [(GOOD, 10, 0, 3), (BAD, 9, 0, 4)], names)
+    liar = against(world, {**honest(HAS), M.List: lambda _msg: answer(page)})
+    mover = world.mover()
+    assert mover.wait() is True and world.moved() == SHARDS
+    assert world.n.fetch([GOOD, BAD]) == [HAS[GOOD], None] and mover.mover.lost == 1
+    liar.close()
+
+
+def test_what_moves_is_no_near_copy(world: Pair) -> None:
+    """Whatever the previous owner says: a copy would be gone in minutes."""
+    said = [(0, COMMIT_NEAR, 10, 0), (0, COMMIT_NEAR, 9, 0)]
+    liar = against(world, {**honest(HAS), M.FetchPrevious: fetched(*said, bare=BARE)})
+    assert world.mover().wait() is True
+    assert world.n.fetch([GOOD, BAD]) == list(HAS.values())
+    with world.n.worker.frozen() as store:
+        store.apply_pending()
+        assert not store.near.counts["made"]
     liar.close()
 
 
