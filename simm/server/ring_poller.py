@@ -87,7 +87,7 @@ class RingPoller:
         self._apply_pending = apply_pending
         #: A client has sent WAKE: poll until then, monotonic seconds.
         self._woken_until = 0.0
-        #: A client without a ring has committed: poll the sockets until then; 0 for none.
+        #: A client without a ring has committed, or is about to: poll the sockets until then; 0 for none.
         self._sockets_until = 0.0
         #: Requests answered whose bookkeeping is pending; a long one counts as several.
         self._pending = 0
@@ -163,7 +163,7 @@ class RingPoller:
 
     def poll_sockets(self) -> None:
         """Poll the sockets for a while: a client without a ring has committed, and may do so again."""
-        self._sockets_until = time.monotonic() + self.poll_s
+        self._sockets_until = max(self._sockets_until, time.monotonic() + self.poll_s)
 
     def attach(self, peer: Peer, connection: RingClient, nbytes: int) -> None:
         """Map the ring of a session, or its page of withdrawals: the descriptor came with the message.
@@ -199,6 +199,7 @@ class RingPoller:
         ring = connection.ring
         if ring is None:
             if frame.opcode == M.OP_WAKE:
+                self._sockets_until = max(self._sockets_until, self._woken_until)
                 return
             raise RemoteProtocolError("KICK without a ring")
         if self.poll_s and not ring.words[BRIEF] and all(ring is not other for other, _ in self.active):
@@ -222,7 +223,10 @@ class RingPoller:
             if commit is not None and (session := connection.session) is not None:
                 ring.answer(self._commit_one(session, commit))
             elif (frame := ring.next_request()) is not None:
-                ring.answer(self._handle(peer, frame))
+                answer = self._handle(peer, frame)
+                if peer.closed:  # by the handler, and its ring is unmapped
+                    return
+                ring.answer(answer)
                 self.frames += 1
                 self._pending += len(frame.body) // _FRAME_BYTES
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -153,6 +154,21 @@ def test_a_request_that_ends_another_session_unmaps_no_ring_in_use(bench: Bench)
     assert bench.served == [0, 2]
 
 
+def test_issue_a_request_that_ends_its_own_session_is_no_error_of_the_worker(bench: Bench) -> None:
+    """Its ring is unmapped once the handler has closed the connection: an answer into it was an internal error."""
+    ring, peer = bench.poller.active[0]
+
+    def react(_number: int) -> None:
+        peer.closed = True
+        bench.poller.detach(ring)
+        bench.loop.stop()
+
+    bench.react = react
+    bench.post(0)
+    bench.poller.run()
+    assert bench.served == [0] and bench.loop.handler_errors == 0
+
+
 def test_corruption_ends_the_poller(bench: Bench) -> None:
     def react(_number: int) -> None:
         raise CorruptionError("two owners")
@@ -197,6 +213,35 @@ def test_issue_a_ring_that_is_woken_stays_active_beside_a_busy_one(
     busy, idle = bench.rings[0][1], bench.rings[1][1]
     assert actives == [[busy, idle], [busy], [busy, ring], [busy, ring]], "an idle one is retired"
     assert ring.words[SLEEPING] == 0
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_issue_a_wake_without_a_ring_polls_the_sockets(polls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker slept again before the commit came. Nor may the commit of another client end that early."""
+    monkeypatch.setattr(ring_poller, "avoid_cpu", lambda _: None)
+    monkeypatch.setattr(ring_poller, "WAKE_POLL_S", 3600.0)
+    conn = Connection()
+    conn.receive_data(encode(M.Wake(0)))
+    wake = conn.next_frame()
+    assert wake is not None
+    peer = cast(Peer, SimpleNamespace(context=SimpleNamespace(session=None, ring=None), closed=False))
+    timeouts: list[float | None] = []
+    with closing(Bench(0)) as bench:
+        bench.poller.poll_s = 1e-9 if polls else 0.0
+
+        def run_once(timeout: float | None) -> int:
+            timeouts.append(timeout)
+            if len(timeouts) == 1:
+                bench.poller.on_doorbell(peer, wake)
+            elif len(timeouts) == 2:
+                bench.poller.poll_sockets()
+            else:
+                bench.loop.stop()
+            return 1
+
+        monkeypatch.setattr(bench.loop, "run_once", run_once)
+        bench.poller.run()
+    assert timeouts == ([None, 0.0, 0.0] if polls else [None, None, None])
 
 
 def test_polling_in_vain_is_counted_and_work_is_not(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
