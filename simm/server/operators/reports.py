@@ -114,10 +114,10 @@ class Reporter:
                 R.WorkerActivity(slot.number, within(count, _U32), quarantined, sum_of(totals), latencies_of(totals))
             )
             clients += [client_of(slot.number, claimed) for claimed in slot.stats.get("clients", ())]
-        shown = set(together.namespaces) if not namespaces_of(self._tokens) else set(quotas)
+        shown = set(quotas) if namespaces_of(self._tokens) else None
         clients.sort(key=lambda each: each.idle_ms)
         clients = [
-            each if each.namespace in shown else each._replace(namespace=OTHERS_NAMESPACE)
+            each if shown is None or each.namespace in shown else each._replace(namespace=OTHERS_NAMESPACE)
             for each in clients[: R.CLIENTS_MAX]
         ]
         namespaces = namespaces_in(together, quotas, shown)
@@ -158,12 +158,12 @@ def latencies_of(totals: Totals) -> list[int]:
 
 
 def namespaces_in(
-    totals: Totals, quotas: Mapping[str, Sequence[int]], shown: Collection[str]
+    totals: Totals, quotas: Mapping[str, Sequence[int]], shown: Collection[str] | None
 ) -> list[R.NamespaceActivity]:
-    """Return what was done by namespace, those with most gets and puts first. Those not ``shown`` are one."""
+    """Return what was done by namespace, most gets and puts first. Those not ``shown`` are one; None shows all."""
     sums: dict[str, list[int]] = {name: [0] * len(R.COUNTS) for name in quotas}
     for name, words in totals.namespaces.items():
-        name = name if name in shown else OTHERS_NAMESPACE
+        name = name if shown is None or name in shown else OTHERS_NAMESPACE
         before = sums.get(name, [0] * len(R.COUNTS))
         sums[name] = [min(one + other, _U64) for one, other in zip(before, counts_of(counters_summary(words)))]
     made = [

@@ -137,6 +137,12 @@ def test_no_number_is_too_large_for_its_field(world: World, number: int, told: i
     assert report.clients[0].counts[0] == told and report.clients[0].pid == told & 0xFFFFFFFF
 
 
+def test_issue_a_client_that_has_done_nothing_yet_is_told_with_its_namespace(world: World) -> None:
+    """It has just connected, perhaps by a wrong name: only namespaces with counts were named."""
+    world.client("mistyped", None)
+    assert [each.namespace for each in world.reporter.report().clients] == ["mistyped"]
+
+
 @pytest.mark.parametrize("bound", [True, False])
 def test_tenants_names_are_not_told(bound: bool) -> None:
     """The page is read by tenants. Where tokens are bound to namespaces, only those with a quota have names."""
