@@ -270,11 +270,14 @@ class Door:
                 self.pump(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Close a connection."""
+        """Close a connection, and let go of what its peer was to be sent."""
         if peer in self.peers:
             del self.peers[peer]
             self._loop.unwatch(peer.sock)
             peer.sock.close()
+            # A feed's frame has its peer: the two would keep a snapshot until the cycle collector runs.
+            peer.feed = peer.snapshot = None
+            peer.out.clear()
 
     def _maintain(self) -> None:
         now = self._loop.now

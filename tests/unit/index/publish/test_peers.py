@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,16 +203,43 @@ def test_snapshots_for_those_that_lie_are_few(world: World, monkeypatch: pytest.
     world.wait(lambda: world.outlet.snapshots == 2, "the next one")
 
 
+class Messages(list[bytes]):
+    """A snapshot that has weak references."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Messages]]]:
+    """Return the snapshots that are made, while the cycle collector is off."""
+    found: list[weakref.ref[Messages]] = []
+
+    def snapshot(*_: Any) -> Messages:
+        one = Messages(b"x" * 100_000 for _ in range(30))
+        found.append(weakref.ref(one))
+        return one
+
+    monkeypatch.setattr(outlet_module, "SNAPSHOT_PAUSE", 0.0)
+    monkeypatch.setattr(outlet_module, "snapshot", snapshot)
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+def alive(made: list[weakref.ref[Messages]]) -> int:
+    return sum(each() is not None for each in made)
+
+
 @pytest.mark.parametrize("bounded", [True, False], ids=["as it is", "positive control"])
 def test_few_snapshots_are_held_for_those_that_read_slowly(
-    world: World, monkeypatch: pytest.MonkeyPatch, bounded: bool
+    world: World, made: list[weakref.ref[Messages]], monkeypatch: pytest.MonkeyPatch, bounded: bool
 ) -> None:
     """Each of them gets one of its own by a number just before the first that is kept, and reads none of it."""
+    most = outlet_module.SNAPSHOTS_HELD + 1 if bounded else 6
+    living: list[int] = []
+    everything = world.outlet._everything
+    monkeypatch.setattr(world.outlet, "_everything", lambda: living.append(alive(made)) or everything())
     if not bounded:
         monkeypatch.setattr(world.outlet, "_let_go", lambda: None)
     monkeypatch.setattr(outlet_module, "KEPT_MESSAGES", 3)
-    monkeypatch.setattr(outlet_module, "SNAPSHOT_PAUSE", 0.0)
-    monkeypatch.setattr(outlet_module, "snapshot", lambda *_: [b"x" * 100_000 for _ in range(30)])
     door = world.outlet.replay
     for number in range(6):
         for _ in range(40):
@@ -220,7 +249,29 @@ def test_few_snapshots_are_held_for_those_that_read_slowly(
         world.connect(True, zmtp.GREETING + zmtp.ready("DEALER") + question)
         world.wait(lambda number=number: world.outlet.snapshots > number, "its snapshot")  # type: ignore[misc]
     held = {each.snapshot[0] for each in door.peers if each.snapshot is not None}
-    assert len(held) == len(door.peers) == (outlet_module.SNAPSHOTS_HELD + 1 if bounded else 6)
+    assert len(held) == len(door.peers) == alive(made) == most
+    assert max(living) == most - 1, "room is made before there is another one"
+
+
+@pytest.mark.parametrize("end", ["it closes", "it stalls", "the outlet closes"])
+def test_a_peer_that_goes_takes_its_snapshot_along(
+    world: World, made: list[weakref.ref[Messages]], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Its feed and it held each other, so the snapshot stayed in memory until the cycle collector ran."""
+    sock = world.connect(True, zmtp.GREETING + zmtp.ready("DEALER") + zmtp.frames(b"", bytes(8)))
+    door = world.outlet.replay
+    world.wait(lambda: any(each.writing for each in door.peers), "the begin of its snapshot")
+    world.outlet._snapshot = None
+    assert alive(made) == 1
+    if end == "it closes":
+        sock.close()
+        world.wait(lambda: not door.peers, "its end")
+    elif end == "it stalls":
+        monkeypatch.setattr(peers_module, "STALL_S", -1.0)
+        door._maintain()
+    else:
+        world.outlet.close()
+    assert not door.peers and alive(made) == 0
 
 
 def test_a_peer_that_cannot_be_served_ends_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
