@@ -107,8 +107,10 @@ class Placements:
                 self._make_room()
             groups = self._groups.setdefault((family.model, family.world), [])
             chunks = _Chunks(groups)
-            self._sizes.setdefault(family[:3], []).append(family)
-            self._families[family] = chunks
+            sizes = self._sizes.setdefault(family[:3], [])
+            if family not in sizes:  # it is if the next step has failed once
+                sizes.append(family)
+            self._families[family] = chunks  # the last step: what is there is found by a removal
         self._families.move_to_end(family)  # it is the last one to go, and never out: this needs no memory
         held = chunks.parts.get(place)
         if held is None:
@@ -121,19 +123,19 @@ class Placements:
                 if theirs.groups is chunks.groups:
                     theirs.changed.update(theirs.shown)
                     self._changed[other] = theirs
+        self._used[family] = self._changed[family] = chunks  # before it has the part: :meth:`clear` finds that
         before = held.get(entry.digest, 0)
         self.entries += not before
         held[entry.digest] = before | self._bit(chunks, entry)
         chunks.changed.add(entry.digest)
-        self._used[family] = self._changed[family] = chunks
         return True
 
     def delete(self, entry: Entry, place: Place) -> None:
         """Forget a part that has left a place. O(sizes of the family's chunks)."""
         for family in self._sizes.get((entry.model, entry.salt, entry.world), ()):
-            chunks = self._families[family]
-            held = chunks.parts.get(place)
-            if held is None or entry.group not in chunks.groups:
+            chunks = self._families.get(family)  # None if there was no memory to add or to drop it
+            held = chunks.parts.get(place) if chunks is not None else None
+            if chunks is None or held is None or entry.group not in chunks.groups:
                 continue
             before = held.get(entry.digest, 0)
             left = before & ~self._bit(chunks, entry)

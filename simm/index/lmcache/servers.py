@@ -254,7 +254,11 @@ class Servers:
         if len(server.digests) > DIGESTS_MAX:
             server.digests.popitem(last=False)
         server.counts["messages"] += 1
-        self._apply(server, head)
+        try:
+            self._apply(server, head)
+        except BaseException:  # as of a missing number: nobody tells it again
+            self._lose(server)
+            raise
         return APPLIED
 
     def _goes_on(self, server: Server, head: Head) -> bool:

@@ -150,6 +150,42 @@ def test_a_new_user_without_memory_leaves_nothing_that_counts(kind: Any, monkeyp
     assert found(index, 2) and source.blocks == 1
 
 
+class Full(dict[Any, Any]):
+    """A dictionary without memory for anything new."""
+
+    def __setitem__(self, *_: object) -> None:
+        raise MemoryError
+
+
+def test_a_new_user_of_a_server_without_memory_leaves_nothing_in_the_way() -> None:
+    """Each removal of such a salt failed, until that salt was stored again."""
+    held, place, one = Placements(), ("l1", "dram"), _salt_of_a_server(1)
+    families, held._families = held._families, Full()  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        held.store(one, SIZE, place)
+    held._families = families
+    held.delete(one, place)
+    assert held.settle() == []
+    for _ in range(2):
+        held.store(one, SIZE, place)
+    assert [each.added for each in held.settle()] == [[b"chunk"]]
+    held.delete(one, place)
+    assert [each.removed for each in held.settle()] == [[b"chunk"]]
+    assert [len(each) for each in held._sizes.values()] == [1] and not held.entries
+
+
+def test_a_part_of_a_server_without_memory_is_forgotten_with_all_others() -> None:
+    """It was there again with the next part of its salt, whatever had happened in between."""
+    held, place = Placements(), ("l1", "dram")
+    held._used = Full()
+    with pytest.raises(MemoryError):
+        held.store(_salt_of_a_server(1), SIZE, place)
+    held.clear()
+    held._used = {}
+    held.store(_salt_of_a_server(1)._replace(digest=b"other"), SIZE, place)
+    assert [each.added for each in held.settle()] == [[b"other"]]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_holders_that_a_removal_means(seed: int) -> None:
     rng = random.Random(seed)

@@ -398,6 +398,28 @@ def test_a_process_that_seems_to_be_over_and_goes_on(incarnation: int) -> None:
 POOL: dict[str, Any] = {"tier": "l2", "backend": "s3", "shared": True}
 
 
+@pytest.mark.parametrize("where", [{}, POOL], ids=["own", "shared"])
+def test_a_batch_that_cannot_be_applied_is_lost(where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks counted until the server's process ended, and the server was complete."""
+    index, servers = _servers()
+    name = "pool:lmcache:s3:1" if where else "a"
+    seq = _settle(servers, "a", 1)
+    _take(servers, _store(seq, **where))
+    assert _blocks(index, name) == 3 and not _asked(index, 0).stale
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Blocks, "apply", refuse)
+        with pytest.raises(MemoryError):
+            _take(servers, _delete(seq + 1, **where))
+    server = servers._servers["a"]
+    assert _blocks(index, name) == 0 and not server.complete and server.source.lost
+    assert _take(servers, _store(seq + 2)) == (1, 0, 0)
+    assert _blocks(index, "a") == 3 and _asked(index, 0).stale == ["a"], "what comes counts"
+
+
 def _settle(servers: Servers, name: str, seq: int) -> int:
     """Let a server send as many requests as it takes until it is believed. Return its next number."""
     for _ in range(SETTLED):
