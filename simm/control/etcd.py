@@ -45,7 +45,7 @@ from typing import Any, Final, NamedTuple
 from ..config.parsers import Address, TlsOptions
 from ..errors import ConfigError, TransportError, UsageError, printable
 from ..host.users import NOT_TRUSTED, trusts
-from ..net.peer_uid import NotHere, UnknownUser, is_loopback, tcp_uid
+from ..net.peer_uid import HasClosed, NotHere, UnknownUser, is_loopback, tcp_uid
 from ..net.tls import Context, no_passphrase
 
 #: Largest answer that is read. A key of SiMM has at most a few hundred KiB.
@@ -281,8 +281,9 @@ class Etcd:
             connection.request("POST", f"/v3/{what}", json.dumps(body).encode(), headers)
             response = connection.getresponse()
             raw = response.readline(ANSWER_BYTES_MAX + 1) if stream else response.read(ANSWER_BYTES_MAX + 1)
-        except TimeoutError:
-            raise EtcdError(f"{name}: no whole answer in time", maybe=sent) from None
+        except TimeoutError as exc:
+            why = f": {exc.strerror}" if exc.strerror else ""
+            raise EtcdError(f"{name}: no whole answer in time{why}", maybe=sent) from None
         except (OSError, http.client.HTTPException, ValueError) as exc:
             text = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
             raise EtcdError(f"{name}: {text}", maybe=sent) from exc
@@ -326,8 +327,13 @@ class Etcd:
                 break
             except NotHere:
                 return  # only root can have redirected it
-            except UnknownUser:
-                sock.settimeout(min(wait_s, _left(until)))
+            except UnknownUser as exc:
+                left = until - time.monotonic()
+                if left <= 0:
+                    accepted = not isinstance(exc, HasClosed)
+                    why = f"its user cannot be told ({exc}); use TLS" if accepted else "it accepts no connection"
+                    raise TimeoutError(errno.ETIMEDOUT, why) from None
+                sock.settimeout(min(wait_s, left))
                 wait_s *= 2
                 with contextlib.suppress(TimeoutError):
                     sock.recv(1, socket.MSG_PEEK)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from simm.control.election import connect
 from simm.control.etcd import Etcd, EtcdError, created, delete, followed_tls, get, modified, put
 from simm.errors import ConfigError
 from simm.net import tls
-from simm.net.peer_uid import NotHere, tcp_uid
+from simm.net.peer_uid import HasClosed, NotHere, UnknownUser, tcp_uid
 from tests.support.certificates import Authority, needs_openssl, openssl
+from tests.support.clock import Clock
 from tests.support.etcd_answers import HEADER, ONE, WAIT_S, Fake, error, of, page, says
 from tests.support.other_user import UID, needs_root
 from tests.support.ports import reserve_port
@@ -451,6 +453,30 @@ def test_an_etcd_on_loopback_is_of_a_trusted_user(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(etcd_module, "is_loopback", lambda _sock: True)
         monkeypatch.setattr(etcd_module, "tcp_uid", elsewhere)  # only root can have redirected it
         assert asking(fake.endpoint).get(b"k") is not None
+
+
+@pytest.mark.parametrize(
+    ("why", "says_so"),
+    [(UnknownUser("neither sock_diag nor /proc/net tells it here"), "its user cannot be told .neither sock_diag"),
+     (HasClosed(), "it accepts no connection")],
+    ids=["never", "not yet"],
+)  # fmt: skip
+def test_an_etcd_whose_user_cannot_be_told_is_named_so(
+    why: UnknownUser, says_so: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log said that etcd had not answered, of one that had been asked nothing."""
+    clock = Clock()
+
+    def look(_sock: socket.socket) -> int:
+        clock.now += WAIT_S / 2
+        raise why
+
+    monkeypatch.setattr(etcd_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(etcd_module, "tcp_uid", look)
+    with Fake(says(of({**HEADER, "kvs": [ONE]}))) as fake:
+        with pytest.raises(EtcdError, match=f"{fake.endpoint[1]}: no whole answer in time: {says_so}") as caught:
+            asking(fake.endpoint).get(b"k")
+        assert not fake.requests and not caught.value.maybe
 
 
 class Greeter:
