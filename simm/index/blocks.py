@@ -17,6 +17,7 @@ costs more.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,7 +30,7 @@ from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
 from .sources import GPU, U64, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space, Spaces
-from .table import GROWTH, Owners, Slots, Table, all_different
+from .table import GROWTH, Identifiers, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
 #: Of each source: ranks and groups, and holders, as there is one for each salt. Room for a sixteenth is for new ones.
@@ -41,6 +42,8 @@ DEAD_MAX: Final = 4096
 
 #: From so many blocks on, an event is applied by numpy.
 _VECTOR: Final = 24
+#: Searches for what removals may mean, before others may ask: a few milliseconds.
+_SEARCHES: Final = 1 << 14
 #: Blocks that wait for more, at most about.
 _GATHERED: Final = 4096
 #: By how much the table of blocks grows while they are stores' above all.
@@ -61,12 +64,11 @@ class Blocks:
         self.spaces = Spaces()
         self.added = 0
         self.removed = 0
-        self._live = np.zeros(64, np.bool_)
-        self._free = list(range(len(self._live) - 1, 0, -1))
-        self._dead: list[int] = []
+        self._ids = Identifiers()
         self._holders: dict[int, Holder] = {}
-        self._aliases = Table({"key": np.uint64, "holder": np.uint32}, self._alive)
-        self._held = Table({"counts": np.uint32}, self._alive)
+        self._aliases = Table({"key": np.uint64, "holder": np.uint32}, self._ids.alive)
+        self._held = Table({"counts": np.uint32}, self._ids.alive)
+        self._searches = 0  # of removals, since others had a turn
         self._late: Late | None = None
         self._places = Places()
 
@@ -96,7 +98,8 @@ class Blocks:
     def clear(self, source: Source, tenant: str | None = None) -> None:
         """Forget what a source holds, of one tenant or of all. O(holders)."""
         with self.lock:
-            self._flush()
+            if self._late is not None and self._late.source is source:
+                self._late = None  # it has an alias: all is forgotten
             if source.lanes:
                 tenant = None  # aliases are of all tenants
             for holder in list(source.holders.values()):
@@ -106,11 +109,10 @@ class Blocks:
                 source.expected.clear()
             # An alias whose holder is gone is none, and so is a parent that may never come again.
             for lane in source.lanes.values():
-                self._live[lane] = False
-                self._dead.append(lane)
+                self._ids.end(lane)
             source.lanes.clear()
             source.unpark_all()
-            if len(self._dead) > DEAD_MAX:
+            if self._ids.ended > DEAD_MAX:
                 self.sweep()
 
     def sweep(self) -> None:
@@ -118,11 +120,10 @@ class Blocks:
         with self.lock:
             aliases = self._aliases
             named = aliases.columns["key"].nonzero()[0]
-            aliases.remove(named[~self._live[aliases.columns["holder"][named]]])
+            aliases.remove(named[~self._ids.alive(aliases.columns["holder"][named])])
             self._held.rebuild()
             self._aliases.rebuild()
-            self._free += self._dead
-            self._dead = []
+            self._ids.free()
 
     def expect(
         self, source: Source, space: Space, keys: Sequence[int] | U64, until: float, rank: int | None = None
@@ -141,21 +142,8 @@ class Blocks:
         """Bytes of both tables."""
         return self._aliases.nbytes + self._held.nbytes
 
-    def _alive(self, owners: Owners) -> NDArray[np.bool_]:
-        return self._live[owners]
-
-    def _new_id(self) -> int:
-        if not self._free:
-            size = len(self._live)
-            self._live = np.r_[self._live, np.zeros(size, np.bool_)]
-            self._free = list(range(2 * size - 1, size - 1, -1))
-        number = self._free.pop()
-        self._live[number] = True
-        return number
-
     def _forget(self, holder: Holder) -> None:
-        self._live[holder.id] = False
-        self._dead.append(holder.id)
+        self._ids.end(holder.id)
         self._holders.pop(holder.id, None)
         holder.source.blocks -= holder.blocks
         holder.source.holders.remove(holder)
@@ -166,7 +154,7 @@ class Blocks:
         if lane is None:
             if len(source.lanes) >= LANES_MAX:
                 raise Missed("too many ranks and groups")
-            lane = source.lanes[group, rank] = self._new_id()
+            lane = source.lanes[group, rank] = self._ids.new()
         return lane
 
     def _holder(self, source: Source, space: Space, rank: int, group: int, node: str) -> Holder:
@@ -177,7 +165,7 @@ class Blocks:
             return holder
         if len(source.holders) >= min(source.holders.room, HOLDERS_MAX):
             self._make_room(source)
-        holder = Holder(self._new_id(), source, space, rank, group, node)
+        holder = Holder(self._ids.new(), source, space, rank, group, node)
         self.spaces.add(holder)
         self._holders[holder.id] = holder
         source.holders.add(holder)  # the last step: what is there is whole, and can be forgotten
@@ -192,7 +180,7 @@ class Blocks:
         for holder in list(source.holders.values())[: max(0, surplus)]:
             self._forget(holder)
             source.ignore(Missed("too many spaces"))
-        if len(self._dead) > DEAD_MAX:
+        if self._ids.ended > DEAD_MAX:
             self.sweep()
 
     # -- events ------------------------------------------------------------------------------------------
@@ -432,11 +420,23 @@ class Blocks:
             self._removed_from_store(source, event, rank, tier)
 
     def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:
-        """Take blocks away that have no alias: of every space that the event may mean."""
+        """Take blocks away that have no alias: of every space that the event may mean. Others may ask in between."""
         keys = np.unique(np.array(event.hashes, np.uint64))
-        meant = source.holders.meant(source.said(event.where), rank)
-        ids = np.array([each.id for each in meant if each.blocks], np.uint32)
-        self._lower(source, self._held.find_each(keys, ids), tier)
+        most = max(1, _SEARCHES // max(1, len(keys)))
+        for ids in source.holders.parts(source.said(event.where), rank, most):
+            self._lower(source, self._held.find_each(keys, ids), tier)
+            self._give_way(len(keys) * len(ids))
+
+    def _give_way(self, searches: int) -> None:
+        """Let go of the lock for a moment after so many searches, unless a caller has it too."""
+        self._searches += searches
+        if self._searches >= _SEARCHES:
+            self._searches = 0
+            self.lock.release()
+            try:
+                time.sleep(0)  # whoever waits for the index has a turn
+            finally:
+                self.lock.acquire()
 
     # -- the tables --------------------------------------------------------------------------------------
 

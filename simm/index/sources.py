@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from .events import Stored, Where
+from .table import Owners
 
 #: Tiers by their numbers. Media that nobody knows are the last one.
 TIERS: Final = ("gpu", "cpu", "disk", "storage", "unknown")
@@ -210,6 +211,15 @@ class Holders(OrderedDict[_HolderName, Holder]):
             if rank == each.rank and where.group == each.group and each.space.agrees(where)
         ]  # fmt: skip
         return found
+
+    def parts(self, where: Where, rank: int, most: int) -> Iterator[Owners]:
+        """Yield the identifiers of those with blocks that an event may mean, so many at a time.
+
+        Those that are removed between two parts are left out.
+        """
+        meant = [each for each in self.meant(where, rank) if each.blocks]
+        for at in range(0, len(meant), most):
+            yield np.array([each.id for each in meant[at : at + most] if self.get(each.name) is each], np.uint32)
 
 
 class Spaces(dict[Space, dict[int, Holder]]):

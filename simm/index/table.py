@@ -57,6 +57,44 @@ def all_different(keys: Keys) -> bool:
     return bool((inorder[1:] != inorder[:-1]).all())
 
 
+class Identifiers:
+    """Numbers of owners, and which of them count. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._live = np.zeros(64, np.bool_)
+        self._free = list(range(len(self._live) - 1, 0, -1))
+        self._ended: list[int] = []
+
+    @property
+    def ended(self) -> int:
+        """Those that count no more, and are not given again yet."""
+        return len(self._ended)
+
+    def alive(self, owners: Owners) -> NDArray[np.bool_]:
+        """Return which of them count."""
+        return self._live[owners]
+
+    def new(self) -> int:
+        """Return one that is no other owner's. O(1) amortized."""
+        if not self._free:
+            size = len(self._live)
+            self._live = np.r_[self._live, np.zeros(size, np.bool_)]
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        number = self._free.pop()
+        self._live[number] = True
+        return number
+
+    def end(self, number: int) -> None:
+        """Let one count no more. O(1)."""
+        self._live[number] = False
+        self._ended.append(number)
+
+    def free(self) -> None:
+        """Give those again that count no more: no table has entries of theirs."""
+        self._free += self._ended
+        self._ended = []
+
+
 class Table:
     """See above. Not thread-safe.
 
@@ -370,4 +408,4 @@ class Table:
         return held[self._alive(owners[held])]
 
 
-__all__ = ["BUCKET", "EMPTY", "GONE", "Keys", "Owners", "Slots", "Table", "all_different"]
+__all__ = ["BUCKET", "EMPTY", "GONE", "Identifiers", "Keys", "Owners", "Slots", "Table", "all_different"]

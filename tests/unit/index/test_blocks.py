@@ -238,6 +238,21 @@ def test_what_waited_of_another_publisher_is_not_dropped_with_a_message_that_fai
     assert source.blocks == 1
 
 
+@pytest.mark.parametrize("whose", ["A", "B"])
+def test_a_publisher_is_forgotten_without_memory_for_what_waits(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was forgotten just then went on counting, also of one that was not registered any more."""
+    index = Blocks()
+    source, other = engine(index), engine(index, "B")
+    apply(index, source, stored([1], prompt(1)))
+    apply(index, source if whose == "A" else other, stored([2], prompt(1, 1)), more=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Blocks, "_hold", lambda *_: 1 // 0)
+        assert index.unregister(source.registration.name)
+    index.flush()
+    assert not asked(index, prompt(1)).matches and (source.blocks, other.blocks) == (0, whose == "B")
+    assert list(asked(index, prompt(1, 1)).matches) == (["B"] if whose == "B" else [])
+
+
 # -- what is counted -----------------------------------------------------------------------------------
 
 
@@ -599,10 +614,9 @@ def test_mutation_identifiers_that_are_used_again_too_early(monkeypatch: pytest.
         apply(index, engine(index), stored([1, 2], prompt(2)))
         index.unregister(("A", "default", 0))
         if broken:
-            monkeypatch.setattr(index, "_alive", lambda owners: owners > 0)
-            index._held._alive = index._aliases._alive = index._alive
+            index._held._alive = index._aliases._alive = lambda owners: owners > 0
         index.sweep()
-        for number in range(len(index._live)):
+        for number in range(len(index._ids._live)):
             apply(index, engine(index, f"B{number}"), stored([7], prompt(1, 9)))
         assert any(match.blocks == 2 for match in asked(index, prompt(2)).matches.values()) == broken
 

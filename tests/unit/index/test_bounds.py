@@ -293,7 +293,7 @@ def test_holders_that_come_and_go_leave_no_identifiers(
         stored = {**kept, "block_hashes": [number], "token_ids": [number], "cache_salt": f"user-{number}"}
         gone = {"type": "BlockRemoved", "block_hashes": [number]}
         index.apply(source, decode(msgspec.msgpack.encode([0.0, [stored, gone], 0])).events)
-    assert len(index._dead) <= 81 and len(index._live) <= 256 and len(source.holders) <= 16
+    assert index._ids.ended <= 81 and len(index._ids._live) <= 256 and len(source.holders) <= 16
     assert source.blocks == 1 and not source.ignored
     service = Service(index)
     assert asked(service, "/score", block_size=1, token_ids=[1])[1]["scores"][0]["pod"] == "A", "what is held stays"

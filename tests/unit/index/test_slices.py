@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from simm.index import events as events_module  # noqa: E402
 from simm.index import sources as sources_module  # noqa: E402
 from simm.index import streams as streams_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
-from simm.index.events import WHOLE_MAX, Cleared, Removed, Stored, decode, slices  # noqa: E402
+from simm.index.events import WHOLE_MAX, Cleared, Event, Removed, Stored, decode, slices  # noqa: E402
 from simm.index.keys import request_keys  # noqa: E402
 from simm.index.scores import score  # noqa: E402
-from simm.index.sources import Registration, Space  # noqa: E402
+from simm.index.sources import Registration, Source, Space  # noqa: E402
 from simm.index.streams import Stream  # noqa: E402
 from tests.support.dose import dosed  # noqa: E402
 
@@ -66,6 +67,64 @@ def test_one_long_event_lets_others_ask_in_between(kind: str, monkeypatch: pytes
     stream.message(2, packed(removed(list(range(20, 0, -1)))))
     assert seen == [16, 12, 8, 4] and claim(index) == 0
     assert stream.complete and not stream.source.ignored and not stream.source.blocks
+
+
+def salted(count: int, index: Blocks, name: str) -> Source:
+    """Return a store that has three blocks with each of so many salts."""
+    source = index.register(Registration(name, "m", "mooncake", 1))
+    event = {"event_type": "stored", "seq_hashes": [7, 8, 9], "medium": "CPU", "block_size": 1}
+    salts = [{**event, "additional_salt": f"user-{number}"} for number in range(count)]
+    index.apply(source, decode(packed(*salts)).events)
+    return source
+
+
+def gone(*names: list[int]) -> list[Event]:
+    events = [{"event_type": "removed", "seq_hashes": each, "medium": "CPU"} for each in names]
+    return list(decode(packed(*events)).events)
+
+
+@pytest.mark.parametrize("names", [[[7, 8]], [[7], [8]]], ids=["one event", "two events"])
+def test_a_removal_of_every_salt_lets_others_ask_in_between(
+    names: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 4,096 blocks held up all questions for seconds where a store had 30,000 salts."""
+    monkeypatch.setattr(blocks_module, "_SEARCHES", 10)
+    index = Blocks()
+    source = salted(20, index, "s")
+    seen: list[int] = []
+
+    def ask() -> bool:
+        if got := index.lock.acquire(blocking=False):
+            seen.append(source.blocks)
+            index.lock.release()
+        return got
+
+    with ThreadPoolExecutor(1) as other:
+        monkeypatch.setattr(blocks_module.time, "sleep", lambda _: other.submit(ask).result())
+        index.apply(source, gone(*names))
+        assert seen == [50, 40, 30, 20] and source.blocks == 20
+        seen.clear()
+        with index.lock:
+            index.apply(source, gone([9]))
+        assert not seen and source.blocks == 0, "a caller that has the lock keeps it"
+
+
+def test_what_goes_while_a_removal_waits_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holders' numbers are those of other publishers by then."""
+    monkeypatch.setattr(blocks_module, "_SEARCHES", 6)
+    index = Blocks()
+    source = salted(20, index, "s")
+    made: list[Source] = []
+
+    def others(_: float) -> None:
+        if not made:
+            index.unregister(source.registration.name)
+            index.sweep()
+            made.append(salted(20, index, "t"))
+
+    monkeypatch.setattr(blocks_module.time, "sleep", others)
+    index.apply(source, gone([7, 8, 9]))
+    assert made[0].blocks == 60 and source.blocks == 0
 
 
 def test_a_slice_has_no_more_blocks_than_it_may() -> None:
