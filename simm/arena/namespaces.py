@@ -3,7 +3,7 @@
 A namespace has a number, which slots, sessions and peers of the worker carry. The ledger has 256 lines for names, so a
 line is used again. **A number never is**: it is ``generation << 8 | line``, and a line's generation grows with each
 use. So a number that somebody has kept too long names nothing, and never another namespace. A line ends with its last
-generation, after 65,280 namespaces in all.
+generation. So an arena has 65,025 namespaces in its life, as the line of OTHERS_NAMESPACE is never free.
 
     word    length of the name, in the low half; generation, in the high half
     name    up to 104 bytes of UTF-8
@@ -135,9 +135,13 @@ class NamespaceTable:
             self._marked.add(number)
         return number
 
+    def find(self, name: str) -> int:
+        """Return the namespace's number, -1 if it has none."""
+        return self._numbers.get(name, -1)
+
     def _add(self, name: str) -> int:
         if not self._free:
-            raise CapacityError(f"an arena has at most {NAMESPACES} namespaces at a time")
+            raise CapacityError(f"an arena has at most {NAMESPACES} namespaces at a time, {OTHERS_NAMESPACE} included")
         number = self._free.popleft()
         line = line_of(number)
         raw = name.encode()

@@ -214,6 +214,30 @@ def inside(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32], start: int, 
     return mask
 
 
+def take_entries(
+    found: LiveSlots, start: int, stop: int, restore: Callable[[_Numbers, _Numbers, _Numbers], list[tuple[int, str]]],
+    clear: Callable[[int], object],
+) -> list[str]:  # fmt: skip
+    """Give the live slots their chunks from ``start`` to ``stop``, oldest first for the queues. Return notes.
+
+    A slot has been read once: others may store there. ``restore`` gives slots their chunks, and returns why others get
+    none. ``clear`` empties a slot.
+    """
+    notes = []
+    right = inside(found.offsets, found.chunks, start, stop)
+    right[right] = ~overlapping(found.offsets[right], found.chunks[right])
+    for slot in found.slots[~right].tolist():
+        notes.append(f"slot {slot} dropped: another one names the same bytes")
+        clear(slot)
+    found = found.only(right)
+    order = np.argsort(found.stored, kind="stable")
+    offsets = (found.offsets[order] - np.uint64(start)).astype(np.int64)
+    for slot, reason in restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
+        notes.append(f"slot {slot} dropped: {reason}")
+        clear(slot)
+    return notes
+
+
 def owned(entries: NDArray[np.int64], offsets: Iterable[int]) -> set[int]:
     """Return those of the offsets at which an entry's chunk begins. ``entries``: by slot, -1 without one. By numpy."""
     # A damaged line of the ledger may name any offset.

@@ -31,8 +31,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import CorruptionError
 from ..host.threads import LACKING, beating
@@ -62,7 +60,7 @@ from .marks.kept import Shares
 from .marks.near import COMMIT_NEAR, NearCopies
 from .namespaces import StaleEntries
 from .quotas import Quotas
-from .rebuild import inside, overlapping
+from .rebuild import take_entries
 from .sessions import Session, SessionTable
 from .shard_words import DROP_ENTRIES, LostEntries, ShardWords
 from .space import Space
@@ -191,27 +189,13 @@ class Store:
         if count := self.table.clear_shards(self.shard_words.lost(), self.beat):
             self.notes.append(f"{count} entries of shards given up dropped")
         with beating(self.beat):
-            self._take_entries()
+            live, end = self.table.live(), self.geometry.data_end
+            self.notes += take_entries(live, self._data, end, self.space.restore, self.table.clear)
+            slots, _, marks = self.table.marked()
+            self.keeping.recover(slots.tolist(), marks.tolist())
             self.notes += self.sessions.restore()
             self.notes += self.groups.restore()
             self.space.end_recovery()
-
-    def _take_entries(self) -> None:
-        """Give the live slots their chunks, oldest first for the queues. Read a slot once: others may store there."""
-        found = self.table.live()
-        right = inside(found.offsets, found.chunks, self._data, self.geometry.data_end)
-        right[right] = ~overlapping(found.offsets[right], found.chunks[right])
-        for slot in found.slots[~right].tolist():
-            self.notes.append(f"slot {slot} dropped: another one names the same bytes")
-            self.table.clear(slot)
-        found = found.only(right)
-        order = np.argsort(found.stored, kind="stable")
-        offsets = (found.offsets[order] - np.uint64(self._data)).astype(np.int64)
-        for slot, reason in self.space.restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
-            self.notes.append(f"slot {slot} dropped: {reason}")
-            self.table.clear(slot)
-        slots, _, marks = self.table.marked()
-        self.keeping.recover(slots.tolist(), marks.tolist())
 
     def beat(self) -> None:
         """Show readers that a worker is there."""
@@ -313,6 +297,7 @@ class Store:
         grants, shards = session.grants, self.shard_words.accepting
         publish, pending, quotas, near = self.table.publish, self._pending, self.quotas, self.near
         own, now, tags = session.namespace, self.now_ms, self.ledger.namespaces.tags
+        alert = self.groups.used or self.shard_words.moving > 0
         statuses = []
         #: Ledger lines of the published chunks, ended in one call.
         lines = []
@@ -356,6 +341,8 @@ class Store:
                     continue
                 if flags & ENTRY_BOUND:
                     self._kept[Word.BOUND] = self.header[Word.BOUND] = SOME_BOUND  # before a reader can find it
+                if alert:
+                    self._before_other(digest, namespace)
                 done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
                 if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
                     done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
@@ -375,6 +362,19 @@ class Store:
             session.granted_bytes -= spent
             self.sessions.granted_bytes -= spent
         return statuses
+
+    def _before_other(self, digest: bytes, namespace: int) -> None:
+        """Prepare an entry of another namespace for a value of ``namespace``, which is to take its place.
+
+        The value is in no group of that entry: whoever deletes another member deletes this value with it. The entry's
+        namespace has changed the key, so it may not read what a previous owner has.
+        """
+        slot = self.table.lookup(digest)
+        if slot >= 0 and self.table.entry(slot).namespace != namespace:
+            if self.groups.used:
+                self.groups.ungroup(slot)
+            if self.shard_words.moving:
+                self.shard_words.note_dropped(digest)
 
     def _refuse(self, session: Session, grant: tuple[int, int, int], cause: str, status: int) -> int:
         """Free the chunk of a commit that is refused, count the cause, and return the status."""

@@ -82,6 +82,16 @@ def previous_status(word: int) -> int:
     return Status.NOT_FOUND if word else Status.WRONG_OWNER
 
 
+def hidden_status(word: int, moving: int) -> int:
+    """Return what a client that is bound to a namespace hears of a key that is not of it, stored or not.
+
+    The shard's word alone decides. ``moving``: the status in a shard that is moving in.
+    """
+    if not 0 < word < FROZEN:
+        return Status.WRONG_OWNER
+    return moving if word & MOVING else Status.NOT_FOUND
+
+
 def is_same_move(epoch: int, since: int, *, adopted: bool, connected: bool) -> bool:
     """Return True if an owner's answer PREVIOUS is about the move in the reader's map.
 

@@ -37,7 +37,7 @@ _TAKES: Final[dict[TokenRole, tuple[type, ...]]] = {
         M.MapGet, M.ClusterStatus, E.Advance, K.Keep, T.Traced,
     ),
     TokenRole.SERVER: (
-        M.Shards, M.Freeze, M.Adopt, M.Finish, M.Namespace, M.List,
+        M.Shards, M.Freeze, M.Adopt, M.Finish, M.Namespace, E.ForNamespace, M.List,
         M.Join, M.Heartbeat, M.Leave, M.Moved, M.MapOffer, E.Epochs, E.EpochLease, P.Report,
         A.SettingsDone, K.Marks,
     ),

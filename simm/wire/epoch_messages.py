@@ -1,10 +1,10 @@
-"""The messages about the epochs of namespaces. ``cluster/epochs.py`` explains them."""
+"""The messages about namespaces: their epochs (``cluster/epochs.py``), and a request for clients of one of them."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ..rpc import message, structure
+from ..rpc import HEADER_BYTES, OPCODES, encode, message, structure
 
 
 @structure("s Q")
@@ -20,6 +20,18 @@ class EpochLease(NamedTuple):
     """Supervisor to worker: values that have an epoch may be read until this CLOCK_BOOTTIME, in ns. Answer: DONE."""
 
     until_ns: int
+
+
+@message(0x38, "s H b")
+class ForNamespace(NamedTuple):
+    """Stream to worker: a request of a client that is bound to this namespace, as its opcode and body.
+
+    The worker judges whose the entries are, in the turn that carries the request out. Answer: the request's own.
+    """
+
+    name: str
+    opcode: int
+    body: bytes
 
 
 @message(0x6E, "s I")
@@ -65,3 +77,8 @@ SUBSCRIBE_EPOCHS: Final = 2
 SUBSCRIBE_LEASES: Final = 4
 #: Namespaces of a cluster that have epochs.
 EPOCH_NAMESPACES_MAX: Final = 64
+
+
+def for_namespace(name: str, request: Any) -> ForNamespace:
+    """Return a request of a client that is bound to a namespace."""
+    return ForNamespace(name, OPCODES[type(request)], encode(request)[HEADER_BYTES:])

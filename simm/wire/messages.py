@@ -185,7 +185,7 @@ class Statuses(NamedTuple):
 
 @message(0x18, "B *16s")
 class Locate(NamedTuple):
-    """Ask where values lie. ``pin``: bits :data:`LOCATE_PIN` and :data:`LOCATE_PREVIOUS`."""
+    """Ask where values lie. ``pin``: bits :data:`LOCATE_PIN`, :data:`LOCATE_PREVIOUS`, :data:`LOCATE_HIDDEN`."""
 
     pin: int
     digests: list[bytes]
@@ -591,6 +591,7 @@ TEXT_MAX: Final = 2000
 #: LOCATE's bits.
 LOCATE_PIN: Final = 1
 LOCATE_PREVIOUS: Final = 2
+LOCATE_HIDDEN: Final = 4
 
 #: Opcodes that hot loops compare with.
 OP_COMMIT: Final = OPCODES[Commit]

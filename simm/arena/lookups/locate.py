@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ...wire.messages import LOCATE_PREVIOUS, Status
+from ...constants import OTHERS_NAMESPACE
+from ...wire.messages import LOCATE_HIDDEN, LOCATE_PREVIOUS, Status
 from ...wire.shard_set import FROZEN
 from ..hashing import SHARD_MASK, shard_of, words_of
 from ..layout import ENTRY_BOUND
@@ -56,6 +57,8 @@ class Locator:
 
     def locate(self, session: Session | None, digests: Sequence[bytes], how: int = 0) -> list[Answer]:
         """Return what is stored for each digest: see :meth:`simm.arena.store.Store.locate`. Nothing is pending."""
+        if how & LOCATE_HIDDEN:
+            return [self._hidden(digest) for digest in digests]
         if len(digests) < COLUMNS_FROM or how & LOCATE_PREVIOUS:
             return [self._one(session, digest, how) for digest in digests]
         found = self._by_column(session, digests)
@@ -83,6 +86,13 @@ class Locator:
                 return Status.NO_SPACE, 0, 0, 0, 0, 0
         self._visited[slot] = 1
         return _OK, entry.flags, entry.length, entry.crc, entry.offset, pin
+
+    def _hidden(self, digest: bytes) -> Answer:
+        """Answer as if no other namespace had stored anything. A value of OTHERS_NAMESPACE may be any namespace's."""
+        slot = self._table.lookup(digest)
+        if slot >= 0 and self._table.entry(slot).namespace == self._namespaces.find(OTHERS_NAMESPACE):
+            return _ABSENT
+        return self._miss(digest)
 
     def _miss(self, digest: bytes) -> Answer:
         status = self._shard_words.status_of_miss(digest)

@@ -37,17 +37,24 @@ class AwaitedMarks:
         self._told = told
         #: Empty unless values are on their way. The same dict for good.
         self.marks: dict[bytes, Awaited] = {}
+        #: How many times all moves had ended when they came.
+        self._moves = words.moves
+
+    def _forget_ended(self) -> None:
+        """Forget the marks if all moves have ended since, whether others have begun or not, as of another cluster."""
+        if self._moves != self._words.moves:
+            self._moves = self._words.moves
+            self.marks.clear()
 
     def add(self, digest: bytes, mark: Awaited) -> None:
         """Let a mark wait for its value."""
+        self._forget_ended()
         self.marks[digest] = mark
         if len(self.marks) > AWAITED_MAX:
             del self.marks[next(iter(self.marks))]
 
     def take(self, digest: bytes) -> Awaited | None:
         """Return the mark of a value that has come, if it counts. It waits no longer."""
-        if not self._words.moving:
-            self.marks.clear()
-            return None
+        self._forget_ended()
         mark = self.marks.pop(digest, None)
         return mark if mark is not None and self._told.takes_mark(digest, mark.epoch) else None

@@ -203,7 +203,7 @@ class Groups:
             slots.append(slot)
         if self._ring(slots[0]) != set(slots):
             for slot in slots:
-                self._ungroup(slot)
+                self.ungroup(slot)
         number = number_of(digests)
         for slot in slots:
             self._set_number(slot, number)
@@ -265,7 +265,7 @@ class Groups:
             self._links[slot] = slot ^ mate
             self._owed[slot] = 0
 
-    def _ungroup(self, slot: int) -> None:
+    def ungroup(self, slot: int) -> None:
         """Make all members of the group of ``slot`` ordinary entries."""
         ring = self._ring(slot)
         for mate in ring:

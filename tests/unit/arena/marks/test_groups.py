@@ -129,7 +129,7 @@ def test_marks_of_others_stay(segment: OwnedArena) -> None:
     assert [table.marks(slot) & 0xFFFF_FFFF for slot in slots] == [77, 0]
     world.put(player, pair[0], 6000)  # an overwrite changes nothing
     world.check()
-    world.store.groups._ungroup(slots[0])
+    world.store.groups.ungroup(slots[0])
     assert [table.marks(slot) for slot in slots] == [77, 0]
 
 

@@ -13,10 +13,10 @@ from simm.arena.layout import ENTRY_LARGE
 from simm.arena.marks import awaited
 from simm.arena.marks.kept import HARD, NEAR, SOFT, KeptEntry, unpack
 from simm.arena.store import Store
-from simm.constants import KEEP_PARTS, KEEP_S_MAX
+from simm.constants import KEEP_PARTS, KEEP_S_MAX, SHARD_COUNT
 from simm.ipc.arena_files import OwnedArena
 from simm.server.operators.pages import Row, metrics
-from simm.wire.messages import Status
+from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import MOVING
 from tests.support.crash import A, B, Cut, Operation, chosen, fill
 from tests.support.dose import dosed
@@ -405,6 +405,24 @@ def test_a_mark_waits_for_its_value(segment: OwnedArena) -> None:
     store.shard_words._recount()
     world.put(player, digests[4], SIZE)
     assert word_of(store, digests[4]) == (0, 0) and not store.keeping.awaited.marks, "nothing moves any more"
+
+
+def test_issue_no_mark_waits_on_in_another_cluster(segment: OwnedArena) -> None:
+    """Its mover's epoch may be higher than any of the other cluster's, where nobody has asked to keep the value."""
+    world = World(segment, slots=1024)
+    store, digest = world.store, digest_of("awaited")
+    shard = shard_of(digest)
+    for cluster, epoch in ((1, 1000), (2, 5)):
+        since, roles = np.zeros(SHARD_COUNT, "<u8"), bytearray(SHARD_COUNT)
+        since[shard], roles[shard] = epoch, ShardRole.INCOMING
+        store.begin_shards(epoch, since.tobytes(), bytes(roles), cluster)
+        while store.drop_some():
+            pass
+        assert store.shard_words.adopt(epoch, [shard], [shard]) == 1
+        if cluster == 1:
+            assert store.keep([digest], HARD, 10, 50, mover=epoch) == [Status.PREVIOUS]
+    world.put(world.join(), digest, SIZE)
+    assert word_of(store, digest) == (0, 0) and not store.keeping.awaited.marks
 
 
 def test_marks_that_wait_are_bounded(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
