@@ -10,7 +10,7 @@ import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import DeadlineError, NotSentError, PeerError, TransportError
@@ -18,8 +18,8 @@ from ..net.allowance import ALLOWANCE, LOOK_S, allowed, at_least, tries_within
 from ..net.channel import Refused
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
-from .commit_ring import HEAD
-from .grant_pool import request_count, target_count
+from .commit_ring import let_go
+from .grant_pool import GrantTuple, RoomWait, obtain, request_count, target_count
 from .session import WorkerSession
 
 #: A batch whose call has no time left may wait for this share of a deadline to take the answers in flight. A worker
@@ -76,9 +76,7 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
     """
     frames = session.frames
     until = time.monotonic() + allowed(session.deadline_s)
-    while True:
-        if (frame := frames.pop(ticket, None)) is not None:
-            return session.result(ticket, frame)
+    while ticket not in frames:
         left = until - time.monotonic()
         if ALLOWANCE.seconds <= 0.0:
             raise DeadlineError("the call's deadline has passed")
@@ -88,15 +86,14 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
             (got,) = tries_within(session.lock, min(left, _LOOK_S))
         if got:
             try:
-                if (frame := frames.pop(ticket, None)) is not None:
-                    return session.result(ticket, frame)
-                if session.broken:
+                if ticket not in frames and session.broken:
                     raise TransportError(session.broken)
-                return session.wait_locked(ticket, items)
+                session.frame_locked(ticket, items)
             finally:
                 session.lock.release()
-        if left <= 0.0:
+        elif left <= 0.0:
             raise DeadlineError("deadline passed while another thread waited for the worker")
+    return session.result(ticket)  # without the lock: no interrupt comes between this and what its caller notes
 
 
 class HungUp(DeadlineError):
@@ -158,7 +155,7 @@ def forsake(session: WorkerSession, tickets: Iterable[int]) -> None:
     What the worker has carried out came before all that a caller can do now. If one is left, the session ends, and the
     worker does not carry it out any more.
     """
-    left = [ticket for ticket in tickets if not _carried_out(session, ticket)]
+    left = [ticket for ticket in tickets if not let_go(session, ticket)]
     if left:
         session.give_up("a request was given up")
 
@@ -171,7 +168,7 @@ def withdraw(session: WorkerSession, tickets: Iterable[int], since: float) -> bo
     """
     ring, page = session.ring, session.withdrawals
     for ticket in tickets:
-        if _carried_out(session, ticket):
+        if let_go(session, ticket):
             continue
         if session.broken:
             return False
@@ -192,15 +189,6 @@ def look_for_late(session: WorkerSession) -> None:
         session.channel.poll_pushes()
 
 
-def _carried_out(session: WorkerSession, ticket: int) -> bool:
-    """Return whether the worker has answered; False where that cannot be known."""
-    ring = session.ring
-    if ticket < 0 or ring is None or not ticket < ring.words[HEAD]:
-        return False
-    session.disown(ticket)
-    return True
-
-
 def collect(session: WorkerSession, in_flight: list[tuple[int, list[int]]], statuses: list[int]) -> None:
     """Wait for the answers to all commits in flight, and remove those that were taken.
 
@@ -218,44 +206,58 @@ def collect(session: WorkerSession, in_flight: list[tuple[int, list[int]]], stat
 
 
 def committed(session: WorkerSession, answer: Any, positions: Sequence[int], statuses: list[int]) -> None:
-    """Take the answer to a COMMIT: grants into the pool, and a status for each position."""
+    """Take the answer to a COMMIT, whose grants are in the pool: a status for each position."""
     if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
         session.channel.fail("the worker answered COMMIT with something else")
-    session.pool.add(answer.grants)
     for position, status in zip(positions, answer.statuses):
         statuses[position] = status
 
 
 @contextmanager
 def ending(
-    session: WorkerSession, in_flight: list[tuple[int, list[int]]], asked: tuple[int, int] | None, statuses: list[int]
+    session: WorkerSession, in_flight: list[tuple[int, list[int]]], asked: list[tuple[int, int]], statuses: list[int]
 ) -> Iterator[None]:
     """End a batch: take what was ``asked`` for and all that is in flight behind the block, whatever happens in it.
 
     What cannot be taken is given up.
     """
-    try:
-        with while_cleaning_up(session):
-            try:
-                try:
-                    yield
-                finally:
-                    if asked is not None:
-                        collect_grants(session, asked)
-            finally:
-                collect(session, in_flight, statuses)
-    except BaseException:
-        forsake(session, [ticket for ticket, _ in in_flight])
-        raise
+    under_way: BaseException | None = None
+    with while_cleaning_up(session):
+        try:
+            yield
+        except BaseException as exc:
+            under_way = exc
+        try:
+            collect_grants(session, asked)
+        except BaseException as exc:
+            under_way = under_way if outranks(under_way, exc) else exc
+        try:
+            collect(session, in_flight, statuses)
+        except BaseException as exc:
+            under_way = under_way if outranks(under_way, exc) else exc
+    if under_way is not None:
+        try:
+            forsake(session, [ticket for ticket, _ in in_flight])
+            raise under_way
+        finally:
+            del under_way  # else the exception and this frame hold each other, and with them the arena
 
 
 def forsake_batch(
-    session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], asked: tuple[int, int] | None
+    session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], asked: Sequence[tuple[int, int]]
 ) -> None:  # fmt: skip
     """Give up what :func:`ending` has not taken, as it has not begun, say. Twice is harmless. O(in flight)."""
     forsake(session, [ticket for ticket, _ in in_flight])
-    if asked is not None:
-        session.disown(asked[0])
+    for ticket, _ in asked:
+        session.disown(ticket)
+
+
+def outranks(under_way: BaseException | None, met: BaseException) -> TypeGuard[BaseException]:
+    """Return whether a batch raises what was under way, and not what its clean-up has ``met``.
+
+    An error of the peer does not take the place of an interrupt: nobody would hear of that.
+    """
+    return under_way is not None and not isinstance(under_way, PeerError) and isinstance(met, PeerError)
 
 
 def while_cleaning_up(session: WorkerSession) -> AbstractContextManager[None]:
@@ -263,14 +265,13 @@ def while_cleaning_up(session: WorkerSession) -> AbstractContextManager[None]:
     return at_least(session.deadline_s * LAST_SHARE)
 
 
-def ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int] | None:
-    """Ask for grants that the pool lacks for ``left`` values; return what :func:`collect_grants` waits for, or None."""
+def ask_ahead(session: WorkerSession, length: int, left: int, asked: list[tuple[int, int]]) -> None:
+    """Ask for grants that the pool lacks for ``left`` values, and note that for :func:`collect_grants` in ``asked``."""
     chunk = chunk_bytes_for(length)
     lack = left - len(session.pool.stock(chunk))
-    if lack <= 0:
-        return None
-    count = request_count(chunk, lack)
-    return session.submit(M.Grant([(length, count)])), count
+    if lack > 0:
+        count = request_count(chunk, lack)
+        session.submit(M.Grant([(length, count)]), asked, count)
 
 
 def commit(
@@ -300,19 +301,31 @@ def commit(
     session.submit(M.Commit(entries, wants), in_flight, mine)
 
 
-def collect_grants(session: WorkerSession, asked: tuple[int, int]) -> None:
-    """Wait for grants that were asked for ahead, given a ticket and their number, and add them to the pool.
+def obtain_some(session: WorkerSession, length: int, left: int, room: RoomWait) -> GrantTuple | None:
+    """Return a grant for a value of this size from the worker; None if it has no room. Asks for ``left`` in all."""
+    chunk = chunk_bytes_for(length)
+    count = request_count(chunk, left)
+    fits = chunk <= session.reader.geometry.data_bytes
+    return obtain(session, length, count, retry=count, room=room if fits else None)
 
-    Also in a call that has no time left: nobody else takes them.
+
+def collect_grants(session: WorkerSession, asked: list[tuple[int, int]]) -> None:
+    """Wait for grants that were asked for ahead, tickets and numbers: they are in the pool then, and no more ``asked``.
+
+    Also in a call that has no time left: nobody else takes them. After an interrupt they can still be taken.
     """
     with while_cleaning_up(session):
-        try:
-            answer = take(session, *asked)
-        except Refused:
-            raise  # an answer, too
-        except BaseException:
-            session.disown(asked[0])
-            raise
-        if not isinstance(answer, M.Granted):
-            session.channel.fail("the worker answered GRANT with something else")
-        session.pool.add(answer.grants)
+        while asked:
+            ticket, count = asked[0]
+            try:
+                answer = take(session, ticket, count)
+            except Refused:
+                del asked[0]  # an answer, too
+                raise
+            except PeerError:
+                del asked[0]
+                session.disown(ticket)
+                raise
+            del asked[0]
+            if not isinstance(answer, M.Granted):
+                session.channel.fail("the worker answered GRANT with something else")

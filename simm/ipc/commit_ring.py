@@ -53,17 +53,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import ClassVar, Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
+from ..arena.sessions import PREPARED_ANSWER_MAX
 from ..constants import COUNT_WORDS, PAGE_BYTES
-from ..errors import RemoteProtocolError, TransportError
+from ..errors import PeerError, RemoteProtocolError, TransportError
 from ..host.pages import keep_from_forks
+from ..net.channel import Channel
 from ..rpc import HEADER_BYTES, STATUS_AT, Frame, parse_header
 from ..wire import messages as M
+from ..wire.epoch_messages import ForNamespace
 from ..wire.group_messages import Group
 from ..wire.keep_messages import Keep
 from ..wire.messages import Status
@@ -75,6 +79,9 @@ from ..wire.one_key import (
     parse_committed_one,
     parse_located_one,
 )
+from ..wire.trace_messages import Timed, answer_in
+
+log = logging.getLogger("simm.ipc.commit_ring")
 
 SLOTS: Final = 4
 SLOT_BYTES: Final = 32 << 10
@@ -97,6 +104,9 @@ _REQUESTS: Final = PAGE_BYTES
 _REPLIES: Final = PAGE_BYTES + SLOTS * SLOT_BYTES
 _VOID: Final = bytes(HEADER_BYTES)
 assert (COUNTS + COUNT_WORDS) * 8 <= PAGE_BYTES
+#: Grants that are asked for by ring: an answer there has room for these, and for those that were prepared before.
+RING_GRANTS: Final = 1024
+assert (RING_GRANTS + PREPARED_ANSWER_MAX) * 20 + 2 * HEADER_BYTES < SLOT_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 #: By request: its answer, and the fields of both that have an item for each key.
@@ -111,7 +121,42 @@ ANSWERS: Final[dict[type, tuple[type | None, str, str]]] = {
     M.DeleteSized: (M.Statuses, "entries", "statuses"),
     Keep: (M.Statuses, "digests", "statuses"),
     Group: (M.Statuses, "counts", "statuses"),
+    ForNamespace: (M.Statuses, "", ""),
 }
+
+
+def brought_by(answer: Any) -> tuple[Sequence[tuple[int, int, int]], list[int]]:
+    """Return the grants and the ids of the pins that an answer brings. Raises RemoteProtocolError."""
+    answer = answer_in(answer) if type(answer) is Timed else answer
+    grants = answer.grants if type(answer) in (M.Granted, M.Committed) else ()
+    pins = [entry[5] for entry in answer.entries if entry[5]] if type(answer) is M.Located else []
+    return grants, pins
+
+
+class Asker(Protocol):
+    """What giving up a request needs of a session."""
+
+    @property
+    def frames(self) -> dict[int, Frame]: ...
+    @property
+    def ring(self) -> Ring | None: ...
+    def disown(self, ticket: int) -> None: ...
+    def give_up(self, why: str) -> None: ...
+
+
+def let_go(session: Asker, ticket: int) -> bool:
+    """Disown a request that the worker has answered. Return False where that is not known."""
+    ring = session.ring
+    if ticket not in session.frames and (ticket < 0 or ring is None or not ticket < ring.words[HEAD]):
+        return False
+    session.disown(ticket)
+    return True
+
+
+def let_go_after(session: Asker, ticket: int | None, exc: BaseException) -> None:
+    """Disown or give up a request that was sent, if its caller is interrupted: ``exc`` is no error of the peer."""
+    if ticket is not None and not isinstance(exc, PeerError) and not let_go(session, ticket):
+        session.give_up(str(exc) or "interrupted")
 
 
 #: A ring, or a page of withdrawals.
@@ -182,6 +227,15 @@ class _Shared:
             self.words.release()
             self._bytes.release()
             self._map.close()
+
+
+def offered(kind: type[Made], channel: Channel, path: str) -> Made | None:
+    """Make one, and pass it to the worker; None if the system has no descriptor or memory left. Raises PeerError."""
+    try:
+        return kind.offer(lambda fd: channel.call(M.RingAttach(kind.BYTES), fds=(fd,)))
+    except OSError as exc:  # the socket does the same, more slowly
+        log.warning("no memory that is shared with %s: %s", path, exc)
+        return None
 
 
 class Withdrawals(_Shared):

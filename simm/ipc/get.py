@@ -19,6 +19,7 @@ from ..arena.reader import ArenaReader, Located
 from ..host.buffers import RELEASE_BYTES, Copier, DeviceBuffer, DeviceCopy, Ranges, Span, address_of, fits, memmove
 from ..host.company import COMPANY
 from ..host.parts import on_device, scatter
+from .counts import Word
 
 log = logging.getLogger("simm.client")
 
@@ -67,6 +68,16 @@ class ShmGet:
             self._copier.copy(address_of(sink), reader.data_address + start, length, reader.node)
         else:
             self._copy_apart(reader, start, length, sink)
+
+    def copy_from(self, data: memoryview, sink: memoryview | Span) -> None:
+        """Copy the bytes of a value that is held, and ``fits``, to its sink. Raises DeviceError."""
+        if isinstance(sink, Ranges):
+            scatter(sink, data, address_of(data), 0, self._copier)
+        elif on_device(sink):
+            sink.copy_from(data)
+        else:
+            target = address_of(sink) if type(sink) is memoryview else sink.address
+            self._copier.copy(target, address_of(data), len(data))
 
     def copy_many(
         self, reader: ArenaReader, positions: Sequence[int], keys: NDArray[np.uint64], slots: NDArray[np.intp],
@@ -185,6 +196,15 @@ class ShmGet:
                 else:
                     rest.append(position)
         return rest
+
+    def owns(self, reader: ArenaReader, found: Located) -> bool:
+        """Return whether a confirmed entry is of this client's namespace, and count one that is not.
+
+        To be asked before anything is said of an entry: another one's kind and length are none of the reader's.
+        """
+        own = reader.is_own(found)
+        reader.counts[Word.UNSOUND] += not own
+        return own
 
     def sound(self, reader: ArenaReader, found: Located, got: Any, sink: memoryview | Span | None) -> bool:
         """Return whether a value is of this client's namespace, and still has the checksum it was stored with."""

@@ -37,8 +37,8 @@ What can go wrong
   servers, share one :class:`RoomWait`. A value in parts that comes forward gets back what its parts have waited,
   but for waits in vain: with two copies of each part, one may be stored although there was no room for the other.
 * *Those who wait starve*, as whoever has just put is the first to ask again: with 4 threads and room for 2 grants, half
-  of the puts failed. So callers of one pool wait in a :class:`Line`. The first one asks, with pauses; the others sleep
-  until it is their turn. While somebody waits, no put asks for grants ahead, and who comes joins the line.
+  of the puts failed. So callers of one pool wait in a :class:`~.patience.Line`. The first one asks, with pauses; the
+  others sleep until it is their turn. While somebody waits, no put asks for grants ahead, and who comes joins the line.
 * *There is no room to come*, as in an arena full of pins. The first in the line gives up after ROOM_WAIT_S and
   ROOM_ASKS requests without a grant, and those behind it with it. Puts of this pool do not wait again for
   ROOM_AGAIN_S: a batch pays once. Time in the line before does not count, as grants came in it. Nor do requests of
@@ -60,8 +60,7 @@ import functools
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
@@ -69,6 +68,7 @@ from ..errors import NotSentError, RemoteProtocolError
 from ..net.allowance import ALLOWANCE, allowed, at_most, spend
 from ..rpc import batches
 from ..slab import chunk_bytes_for
+from .patience import Line
 
 #: (grant id, offset in the segment, chunk bytes)
 GrantTuple = tuple[int, int, int]
@@ -100,8 +100,6 @@ MAKING_S: Final = 0.2
 ROOM_AGAIN_S: Final = 1.0
 #: Pause between two requests of a put that waits: the first, and the longest; seconds.
 ROOM_PAUSE_S: Final = (0.001, 0.02)
-#: A place in a line ends so long after the wait for which it was taken, seconds: an exchange may be on its way.
-PLACE_MORE_S: Final = 1.0
 #: Value lengths that a pool remembers the stocks of.
 LENGTHS_MAX: Final = 1024
 
@@ -144,79 +142,6 @@ def single_count(have: int, target: int) -> int:
     if have < quarter or quarter < 2:
         return refill_count(have, 1, 0, target)
     return quarter if have < target and not have % quarter else 0
-
-
-class Line:
-    """Threads that wait for their turn, in the order in which they came.
-
-    A signal's exception may strike anywhere, in :meth:`leave` too, and its thread then leaves a place behind that
-    nobody gives up. So a place ends by itself, :data:`PLACE_MORE_S` after what its thread wanted to wait.
-    """
-
-    __slots__ = ("_lock", "_places")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        #: For each thread a lock, locked until it is the first, and when its place ends, monotonic seconds. The first
-        #: place is the one whose turn it is.
-        self._places: deque[tuple[threading.Lock, float]] = deque()
-
-    def __bool__(self) -> bool:
-        """Return True if somebody is in the line."""
-        if self._places:
-            with self._lock:
-                self._end_places()
-        return bool(self._places)
-
-    def wait(self, place: threading.Lock, seconds: float) -> bool:
-        """Stand at the end of the line with a new lock as the place. Return whether its turn comes within ``seconds``.
-
-        Call :meth:`leave` in any case, after an exception too.
-        """
-        until = time.monotonic() + max(0.0, seconds)
-        with self._lock:
-            self._end_places()
-            if self._places:
-                place.acquire()
-            self._places.append((place, until + PLACE_MORE_S))
-        while True:
-            with self._lock:
-                first = self._places[0][1] if self._places else 0.0  # another thread may end it in between
-            now = time.monotonic()
-            if place.acquire(timeout=max(0.0, min(until, first) - now)):
-                return True
-            if now >= until:
-                return False
-            with self._lock:
-                self._end_places()
-                if self._places and self._places[0][0] is place:  # whoever was before it has called nobody
-                    place.acquire(blocking=False)
-                    return True
-
-    def leave(self, place: threading.Lock) -> None:
-        """Leave the line, from whatever place in it. The next one's turn begins if it was this one's. O(line)."""
-        with self._lock:
-            for at, (each, _) in enumerate(self._places):
-                if each is place:
-                    del self._places[at]
-                    if not at:
-                        self._call_first()
-                    break
-
-    def _end_places(self) -> None:
-        """Remove the first places while they have ended. Under the lock."""
-        now = time.monotonic()
-        ended = False
-        while self._places and self._places[0][1] < now:
-            self._places.popleft()
-            ended = True
-        if ended:
-            self._call_first()
-
-    def _call_first(self) -> None:
-        """Let the first one's turn begin."""
-        if self._places and self._places[0][0].locked():
-            self._places[0][0].release()
 
 
 def pops_of(stock: list[G]) -> Iterator[G]:
@@ -294,17 +219,37 @@ class GrantPool(Generic[G]):
             stock = self.stocks.setdefault(grant[2], [])
         stock.append(grant)
 
+    def give_back(self, grant: G | None, crc: int) -> None:
+        """Give back the grant of a failed put. ``crc``: -1 if its value was not copied, so nothing was sent."""
+        if grant is not None and crc >= 0:
+            self.unsent.append(grant[0])
+        elif grant is not None and grant[0] not in self.running:
+            self.release(grant)
+
     def add(self, grants: Sequence[G]) -> None:
-        """Add the grants of an answer. Raises PeerError, by ``fail``, for one that leads out of ``within``."""
-        stocks = self.stocks
+        """Add grants, all of them or none, as :meth:`placed` says."""
+        place, items = self.placed(grants)
+        place += items
+
+    def placed(self, grants: Sequence[G]) -> tuple[list[Any], Iterable[Any]]:
+        """Return a list, and what to add to it by one ``+=``: that adds the grants of an answer.
+
+        No handler runs within it. Raises PeerError, by ``fail``, for a grant that leads out of ``within``.
+        """
         begin, end = self.within
+        chunk = grants[0][2] if grants else 0
+        alike = True
         for grant in grants:
             if not begin <= grant[1] <= end - grant[2]:
                 self.fail(f"a grant of {grant[2]} bytes at {grant[1]}, which is outside of the data")
-            stock = stocks.get(grant[2])
-            if stock is None:
-                stock = stocks.setdefault(grant[2], [])
-            stock.append(grant)
+            if grant[2] != chunk:
+                alike = False
+        if not alike:
+            return [], map(list.append, [self.stock(grant[2]) for grant in grants], grants)
+        stock = self.stocks.get(chunk)
+        if stock is None:
+            stock = self.stock(chunk) if grants else []
+        return stock, grants
 
     def drain(self, wanted: int | None = None, above: int = 0) -> list[G]:
         """Take grants of at least ``wanted`` bytes out, or all; only those of chunks of more than ``above`` bytes."""

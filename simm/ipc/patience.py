@@ -7,12 +7,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from ..net.allowance import ALLOWANCE, allowed, at_most
 from .steps import Polled, Steps, Wait, first_over
+
+#: A place in a line ends so long after the wait for which it was taken, seconds: an exchange may be on its way.
+PLACE_MORE_S: Final = 1.0
 
 
 class Server(Protocol):
@@ -343,3 +348,76 @@ class _Connecting(Polled):
         self.since = since
         #: ``Patience._worked`` by then, seconds.
         self.worked = worked
+
+
+class Line:
+    """Threads that wait for their turn, in the order in which they came.
+
+    A signal's exception may strike anywhere, in :meth:`leave` too, and its thread then leaves a place behind that
+    nobody gives up. So a place ends by itself, :data:`PLACE_MORE_S` after what its thread wanted to wait.
+    """
+
+    __slots__ = ("_lock", "_places")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: For each thread a lock, locked until it is the first, and when its place ends, monotonic seconds. The first
+        #: place is the one whose turn it is.
+        self._places: deque[tuple[threading.Lock, float]] = deque()
+
+    def __bool__(self) -> bool:
+        """Return True if somebody is in the line."""
+        if self._places:
+            with self._lock:
+                self._end_places()
+        return bool(self._places)
+
+    def wait(self, place: threading.Lock, seconds: float) -> bool:
+        """Stand at the end of the line with a new lock as the place. Return whether its turn comes within ``seconds``.
+
+        Call :meth:`leave` in any case, after an exception too.
+        """
+        until = time.monotonic() + max(0.0, seconds)
+        with self._lock:
+            self._end_places()
+            if self._places:
+                place.acquire()
+            self._places.append((place, until + PLACE_MORE_S))
+        while True:
+            with self._lock:
+                first = self._places[0][1] if self._places else 0.0  # another thread may end it in between
+            now = time.monotonic()
+            if place.acquire(timeout=max(0.0, min(until, first) - now)):
+                return True
+            if now >= until:
+                return False
+            with self._lock:
+                self._end_places()
+                if self._places and self._places[0][0] is place:  # whoever was before it has called nobody
+                    place.acquire(blocking=False)
+                    return True
+
+    def leave(self, place: threading.Lock) -> None:
+        """Leave the line, from whatever place in it. The next one's turn begins if it was this one's. O(line)."""
+        with self._lock:
+            for at, (each, _) in enumerate(self._places):
+                if each is place:
+                    del self._places[at]
+                    if not at:
+                        self._call_first()
+                    break
+
+    def _end_places(self) -> None:
+        """Remove the first places while they have ended. Under the lock."""
+        now = time.monotonic()
+        ended = False
+        while self._places and self._places[0][1] < now:
+            self._places.popleft()
+            ended = True
+        if ended:
+            self._call_first()
+
+    def _call_first(self) -> None:
+        """Let the first one's turn begin."""
+        if self._places and self._places[0][0].locked():
+            self._places[0][0].release()

@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ..arena.reader import ArenaReader
 from ..host import fork
-from ..net.channel import Channel, Refused
+from ..net.channel import Channel
 from ..rpc import Frame, batches
 from ..wire import messages as M
-from ..wire.one_key import LocatedOne
+from ..wire.one_key import LocatedOne, encode_pin_one
+from .commit_ring import SLOTS, TAIL, Ring
 
 #: Keys of one exchange; its answer has 27 bytes for each, and fits a slot of the ring.
 _PIN_KEYS: Final = 1024
@@ -34,13 +35,16 @@ class Talk(Protocol):
     unpins: deque[int]
     reader: ArenaReader
     channel: Channel
+    ring: Ring | None
+    frames: dict[int, Frame]
 
     def acquire(self) -> None: ...
     def submit_locked(self, msg: Any) -> int: ...
     def wait_locked(self, ticket: int) -> Any: ...
     def frame_locked(self, ticket: int, items: int = 1) -> Frame: ...
+    def _await(self, ring: Ring) -> int: ...
+    def _collect(self, ring: Ring) -> None: ...
     def checked_locked(self, msg: Any, answer: Any) -> Any: ...
-    def pin_locked(self, digest: bytes) -> LocatedOne: ...
     def submit(self, msg: Any, in_flight: Any = (), about: Any = None) -> int: ...
     def exchange(self, msg: Any, items: int = 1) -> Any: ...
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
@@ -72,7 +76,7 @@ def pin_one(session: Talk, digest: bytes) -> LocatedOne:
             try:
                 if unpins:
                     ticket = session.submit_locked(M.Unpin(unpins))
-                found += (session.pin_locked(digest),)
+                found += (_pin_locked(session, digest),)
                 if ticket is not None:
                     session.wait_locked(ticket)
             except BaseException:
@@ -86,6 +90,24 @@ def pin_one(session: Talk, digest: bytes) -> LocatedOne:
         return found[0]
     except BaseException:  # an interrupt may come behind the answer, too
         _release_later(session, found)
+        raise
+
+
+def _pin_locked(session: Talk, digest: bytes) -> LocatedOne:
+    """Pin a value by ring. The caller holds the lock."""
+    ring: Any = session.ring
+    while ring.words[TAIL] - ring.done >= SLOTS:
+        session._collect(ring)
+    ticket = ring.post(encode_pin_one(digest))
+    try:
+        if ticket == ring.done:  # nothing else is in flight
+            session._await(ring)
+            if (found := ring.located_one(ticket)) is not None:
+                ring.done = ticket + 1
+                return found  # type: ignore[no-any-return]
+        return located(session, M.Locate(M.LOCATE_PIN, [digest]), ticket)[0]
+    except BaseException:
+        session.disown(ticket)
         raise
 
 
@@ -127,8 +149,6 @@ def _pin_some(session: Talk, msg: M.Locate, entries: list[LocatedOne]) -> None:
         ticket = session.submit_locked(msg)
         try:
             entries += located(session, msg, ticket)
-        except Refused:  # which is an answer
-            raise
         except BaseException:
             session.disown(ticket)
             raise
@@ -142,13 +162,9 @@ def located(session: Talk, msg: M.Locate, ticket: int) -> list[LocatedOne]:
     An interrupt may come as any function is called. So the caller disowns the ticket of what it does not get.
     """
     frame = session.frame_locked(ticket, len(msg.digests))
-    try:
-        entries: list[LocatedOne] = session.checked_locked(msg, session.channel.result(frame)).entries
-        return entries
-    except BaseException:
-        if session.channel.on_late is not None:
-            session.channel.on_late(frame)
-        raise
+    entries: list[LocatedOne] = session.checked_locked(msg, session.channel.result(frame)).entries
+    del session.frames[ticket]
+    return entries
 
 
 def check(session: Talk, entries: Sequence[LocatedOne]) -> None:

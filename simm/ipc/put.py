@@ -31,9 +31,10 @@ from ..host.parts import HOST_TYPES, checksum_of, gather, on_device
 from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire.messages import Status
+from . import answer_wait
 from .answer_wait import AnswerWait, ask_ahead, collect, collect_grants, commit, ending, forsake_batch
 from .commit_ring import ANNOUNCE_BYTES, SLOTS
-from .grant_pool import GrantTuple, RoomWait, obtain, request_count, room_of_call, single_count
+from .grant_pool import GrantTuple, RoomWait, room_of_call, single_count
 from .session import WorkerSession
 from .steps import Steps, finish
 
@@ -88,7 +89,7 @@ class ShmPut:
                 count = 0
             return session.commit_one(digest, grant[0], length, crc, flags, length, count)
         except BaseException:
-            _give_back(session, grant, crc)
+            session.pool.give_back(grant, crc)
             raise
 
     def _put_asking(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -97,13 +98,13 @@ class ShmPut:
         grant, crc = None, -1
         with at_most(session.deadline_s):
             try:
-                if (grant := _obtain(session, length, 1, room_of_call(session.deadline_s / 2))) is None:
+                if (grant := answer_wait.obtain_some(session, length, 1, room_of_call(session.deadline_s / 2))) is None:
                     return Status.NO_SPACE
                 count = session.pool.refill(len(pool), 1, 0, keep)
                 crc, flags = self._fill(session, grant, source, length)
                 return session.commit_one(digest, grant[0], length, crc, flags, length, count)
             except BaseException:
-                _give_back(session, grant, crc)
+                session.pool.give_back(grant, crc)
                 raise
 
     def _put_large(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -114,7 +115,7 @@ class ShmPut:
         try:
             if grant is None:
                 with at_most(session.deadline_s):  # one for this and one for the next
-                    grant = _obtain(session, length, 1 + repeats, room_of_call(session.deadline_s / 2))
+                    grant = answer_wait.obtain_some(session, length, 1 + repeats, room_of_call(session.deadline_s / 2))
             if grant is None:
                 return Status.NO_SPACE
             have = len(pool)
@@ -122,7 +123,7 @@ class ShmPut:
             crc, flags = self._fill(session, grant, source, length)
             status = session.commit_one(digest, grant[0], length, crc, flags, length, int(want))
         except BaseException:
-            _give_back(session, grant, crc)
+            session.pool.give_back(grant, crc)
             raise
         session.clear_announcement()
         return status
@@ -154,7 +155,7 @@ class ShmPut:
             return
         left = len(positions)
         length = len(sources[positions[0]])
-        asked: tuple[int, int] | None = None
+        asked: list[tuple[int, int]] = []
         topped = False  # the grants for the next batch's first values are asked for
         #: Values that have grants and are to be copied together, by several threads.
         planned: list[_Planned] = []
@@ -168,13 +169,14 @@ class ShmPut:
         #: Committed, not yet answered.
         in_flight: list[tuple[int, list[int]]] = []
         grant: GrantTuple | None = None  # taken, and not yet among these
+        under_way: BaseException | None = None
         (pool, _, pops), pooled = session.pool.for_length(length), length
         try:
-            asked = ask_ahead(session, length, left)
+            ask_ahead(session, length, left, asked)
             if together:
-                if asked is not None:
+                if asked:
                     session.kick()
-            elif asked is not None or left * length <= LAST_BYTES:
+            elif asked or left * length <= LAST_BYTES:
                 session.wake()
             if length < RELEASE_BYTES:
                 ready = entries, mine
@@ -197,11 +199,10 @@ class ShmPut:
                     if entries:
                         commit(session, entries, left, False, in_flight, mine)
                         entries, mine, pending = [], [], 0
-                    if asked is not None:
+                    if asked:
                         if together:
-                            yield AnswerWait(session, asked[0])
-                        awaited, asked = asked, None
-                        collect_grants(session, awaited)
+                            yield AnswerWait(session, asked[0][0])
+                        collect_grants(session, asked)
                     grant = session.pool.take(length)
                     if grant is None:
                         if together and in_flight:
@@ -209,14 +210,15 @@ class ShmPut:
                             yield AnswerWait(session, in_flight[-1][0])
                         collect(session, in_flight, statuses)
                         in_flight = []
-                        if together and (asked := ask_ahead(session, length, left)) is not None:
+                        if together:
+                            ask_ahead(session, length, left, asked)
+                        if asked:
                             session.kick()
-                            yield AnswerWait(session, asked[0])
-                            awaited, asked = asked, None
-                            collect_grants(session, awaited)
+                            yield AnswerWait(session, asked[0][0])
+                            collect_grants(session, asked)
                             grant = session.pool.take(length)
                         if grant is None:
-                            grant = _obtain(session, length, left, room)
+                            grant = answer_wait.obtain_some(session, length, left, room)
                 left -= 1
                 if grant is None:
                     statuses[position] = Status.NO_SPACE
@@ -230,7 +232,8 @@ class ShmPut:
                 wake = after if full or not left else -1
                 if left and not pool:  # this was the last one: more come while it is filled
                     wake = after
-                    asked = asked or ask_ahead(session, length, left)
+                    if not asked:
+                        ask_ahead(session, length, left, asked)
                 elif after > LAST_BYTES and len(in_flight) < SLOTS - 2:
                     wake = -1
                 if spread and length >= RELEASE_BYTES and type(source) in _PLAIN:
@@ -266,24 +269,30 @@ class ShmPut:
                 if in_flight:
                     session.kick()
                     yield AnswerWait(session, in_flight[-1][0], last=True)
-        except PeerError:
-            _not_sent(positions[len(positions) - left :], statuses)
+        except BaseException as exc:
+            under_way = exc
             raise
         finally:  # also when interrupted: what is copied is complete, and grants in answers not read would be lost
             try:
+                if isinstance(under_way, PeerError):
+                    _not_sent(positions[len(positions) - left :], statuses)
                 for plan in planned:
                     session.pool.release(plan[0])
                 if grant is not None:
-                    _give_back(session, grant, -1)
+                    session.pool.give_back(grant, -1)
                 with ending(session, in_flight, asked, statuses):
                     if entries and not (in_flight and in_flight[-1][1] is mine):  # else interrupted once it was sent
                         del mine[len(entries) :]
                         commit(session, entries, 0, not topped, in_flight, mine)
                     entries = []
-            except BaseException:  # nobody tries again to commit what is left; ``ending`` may not have begun
+            except BaseException as exc:  # nobody tries again to commit what is left; ``ending`` may not have begun
                 session.pool.unsent += [entry[1] for entry in entries]
                 forsake_batch(session, in_flight, asked)
+                if answer_wait.outranks(under_way, exc):
+                    raise under_way from None
                 raise
+            finally:
+                under_way = None  # else it and this frame hold each other, and with them the arena
         session.clear_announcement()
 
     def _put_runs(
@@ -467,12 +476,14 @@ class ShmPut:
         """
         in_flight: list[tuple[int, list[int]]] = []
         left = list(reversed(positions))
-        asked: tuple[int, int] | None = None
+        asked: list[tuple[int, int]] = []
+        under_way: BaseException | None = None
         group: list[tuple[int, GrantTuple]] = []  # not yet copied
         entries: list[_Entry] = []  # copied, not yet committed
         try:
             while left:
-                asked = asked or ask_ahead(session, len(sources[left[-1]]), len(left))
+                if not asked:
+                    ask_ahead(session, len(sources[left[-1]]), len(left), asked)
                 size = 0
                 while left and len(group) < DEVICE_KEYS and size < COMMIT_BYTES:
                     length = len(sources[left[-1]])
@@ -480,14 +491,13 @@ class ShmPut:
                     if grant is None:
                         if group:
                             break  # no put waits for a grant while it holds an uncommitted one
-                        if asked is not None:
-                            awaited, asked = asked, None
-                            collect_grants(session, awaited)
+                        if asked:
+                            collect_grants(session, asked)
                             grant = session.pool.take(length)
                         if grant is None:
                             collect(session, in_flight, statuses)
                             in_flight = []
-                            grant = _obtain(session, length, len(left), room)
+                            grant = answer_wait.obtain_some(session, length, len(left), room)
                     if grant is None:
                         statuses[left[-1]] = Status.NO_SPACE
                     else:
@@ -503,19 +513,24 @@ class ShmPut:
                     commit(session, part, len(left), top, in_flight, mine)
                     del entries[:COMMIT_KEYS]  # if not, they are spent and ``unsent``, which is harmless
         except BaseException as exc:
-            session.pool.unsent += [entry[1] for entry in entries]
-            for _, grant in group:
-                _give_back(session, grant, -1)
-            if isinstance(exc, PeerError):
-                _not_sent(left, statuses)
+            under_way = exc
             raise
         finally:
             try:
+                session.pool.unsent += [entry[1] for entry in entries]
+                for _, grant in group:
+                    session.pool.give_back(grant, -1)
+                if isinstance(under_way, PeerError):
+                    _not_sent(left, statuses)
                 with ending(session, in_flight, asked, statuses):
                     pass
-            except BaseException:  # as in put_steps
+            except BaseException as exc:  # as in put_steps
                 forsake_batch(session, in_flight, asked)
+                if answer_wait.outranks(under_way, exc):
+                    raise under_way from None
                 raise
+            finally:
+                under_way = None
         session.clear_announcement()
 
     def _fill_group(
@@ -576,19 +591,3 @@ class ShmPut:
 def _not_sent(positions: Sequence[int], statuses: list[int]) -> None:
     for position in positions:
         statuses[position] = NOT_SENT
-
-
-def _give_back(session: WorkerSession, grant: GrantTuple | None, crc: int) -> None:
-    """Give the grant of a put that has failed back. ``crc``: -1 if its value was not copied, so nothing was sent."""
-    if grant is not None and crc >= 0:
-        session.pool.unsent.append(grant[0])
-    elif grant is not None and grant[0] not in session.pool.running:
-        session.pool.release(grant)
-
-
-def _obtain(session: WorkerSession, length: int, left: int, room: RoomWait) -> GrantTuple | None:
-    """Return a grant for a value of this size from the worker; None if it has no room. Asks for ``left`` in all."""
-    chunk = chunk_bytes_for(length)
-    count = request_count(chunk, left)
-    fits = chunk <= session.reader.geometry.data_bytes
-    return obtain(session, length, count, retry=count, room=room if fits else None)

@@ -17,7 +17,6 @@ signal leaves it taken (``net/allowance.py``).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -27,25 +26,21 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, Final
 
 from ..arena.reader import ArenaReader
-from ..arena.sessions import PREPARED_ANSWER_MAX
 from ..errors import DeadlineError, NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed, tries_of, tries_within
-from ..net.channel import Channel, weakly
+from ..net.channel import Channel, Refused, weakly
 from ..net.peer_uid import credentials
-from ..rpc import HEADER_BYTES, Frame, encode
+from ..rpc import Frame, encode
 from ..wire import messages as M
 from ..wire.hello import client_hello
-from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one, encode_pin_one
-from ..wire.trace_messages import Timed, answer_in
-from . import grant_pool, pins
+from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one
+from . import commit_ring, grant_pool, pins
 from .arena_files import passed_data
-from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Made, Ring, Withdrawals
+from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, RING_GRANTS, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .grant_pool import GrantPool, GrantTuple
 from .pins import RETIRED, RetiredSession
-
-log = logging.getLogger("simm.ipc.session")
 
 #: Polls of the ring before the client sends KICK and sleeps, about 100 us. Two wake-ups of a core cost more.
 _RING_POLLS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
@@ -53,9 +48,6 @@ _RING_POLLS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
 _SOCKET_POLLS: Final = 150 if _RING_POLLS else 0
 #: Two doorbells within this time, seconds, are a sign that client and worker take turns on one CPU.
 DOORBELLS_APART_S: Final = 1e-3
-#: Grants that are asked for by ring: an answer there has room for these, and for those that were prepared before.
-RING_GRANTS: Final = 1024
-assert (RING_GRANTS + PREPARED_ANSWER_MAX) * 20 + 2 * HEADER_BYTES < SLOT_BYTES
 
 
 class NotTrusted(TransportError):
@@ -87,9 +79,9 @@ class WorkerSession:
         self.unpins: deque[int] = deque()
         self.ring: Ring | None = None
         #: Without a ring, where requests that were sent can be withdrawn; None where they cannot.
-        self.withdrawals: Withdrawals | None = None
+        self.withdrawals: commit_ring.Withdrawals | None = None
         self._look: Callable[[], object] | None = None
-        #: Answers by ring that were taken in and not yet waited for, by ticket. Only its waiter takes one out.
+        #: Answers that were taken in, by ticket, until what they bring is in its place. Only its waiter takes one out.
         self.frames: dict[int, Frame] = {}
         #: Tickets of answers that nobody waits for any more.
         self.forsaken: set[int] = set()
@@ -118,7 +110,7 @@ class WorkerSession:
             self.counts, self.reader.namespace = self.reader.counts, welcome.namespace_id
             self.pool.within, self.pool.fail = (self.reader.data_offset, self.reader.data_end), self.channel.fail
             self.release_retired()
-            if ring and (made := self._offer(Ring)) is not None:
+            if ring and (made := commit_ring.offered(Ring, self.channel, path)) is not None:
                 self.ring, self.counts = made, made.counts
                 self.reader.count_in(self.counts)
             self._polls_socket = self.ring is None and role == M.Role.CLIENT
@@ -135,13 +127,6 @@ class WorkerSession:
         """Why the session cannot be used; empty while it can."""
         return self.channel.broken
 
-    def _offer(self, kind: type[Made]) -> Made | None:
-        try:
-            return kind.offer(lambda fd: self.channel.call(M.RingAttach(kind.BYTES), fds=(fd,)))
-        except OSError as exc:  # no descriptor or memory left: the socket does the same, more slowly
-            log.warning("no memory that is shared with %s: %s", self.path, exc)
-            return None
-
     def _on_push(self, msg: Any) -> None:
         if isinstance(msg, M.Recall):
             self.pool.recall(msg.bytes)
@@ -156,11 +141,11 @@ class WorkerSession:
         """
         self._look = weakly(look)
         self.channel.outlives = True
-        self.withdrawals = self._offer(Withdrawals)
+        self.withdrawals = commit_ring.offered(commit_ring.Withdrawals, self.channel, self.path)
 
     def disown(self, ticket: int) -> None:
         """Say that nobody waits for an answer that has not been taken. What it brings is not lost. Needs no lock."""
-        if ticket < 0:
+        if ticket < 0 and ticket not in self.frames:
             self.channel.disown(-1 - ticket)
             return
         self.forsaken.add(ticket)
@@ -170,20 +155,23 @@ class WorkerSession:
 
     def _hand_over(self, ticket: int) -> None:
         """Take in what an answer brings that nobody waits for, once."""
-        if (frame := self.frames.pop(ticket, None)) is not None:
-            self.forsaken.discard(ticket)
-            self._on_late(frame)
+        (frame,) = map(self.frames.pop, (ticket,), (None,))  # no call before the try: an interrupt would lose it
+        if frame is not None:
+            try:
+                self._on_late(frame)
+            except BaseException:
+                self.frames[ticket] = frame
+                raise
+            self.forsaken -= {ticket}
 
     def _on_late(self, frame: Frame) -> None:
         if self.withdrawals is not None:
             self.withdrawals.remove(frame.request_id)
         try:
-            answer = self.channel.result(frame) if frame.opcode != M.OP_ERROR else None
-            answer = answer_in(answer) if isinstance(answer, Timed) else answer
-            if isinstance(answer, M.Granted | M.Committed):
-                self.pool.add(answer.grants)
-            elif isinstance(answer, M.Located):
-                self.unpins.extend(entry[5] for entry in answer.entries if entry[5])
+            if frame.opcode != M.OP_ERROR:
+                grants, found = commit_ring.brought_by(self.channel.result(frame))
+                self.unpins.extend(found)  # twice is harmless
+                self.pool.add(grants)
         except PeerError as exc:  # its next user hears of it
             self.give_up(str(exc))
 
@@ -228,8 +216,15 @@ class WorkerSession:
     def exchange(self, msg: Any, items: int = 1) -> Any:
         """Make one exchange about ``items`` keys, and return the answer, checked. Raises TransportError, Refused."""
         self.acquire()
+        ticket: int | None = None
         try:
-            return self.checked_locked(msg, self.wait_locked(self.submit_locked(msg), items))
+            ticket = self.submit_locked(msg)
+            answer = self.wait_locked(ticket, items)
+            ticket = None  # it is answered
+            return self.checked_locked(msg, answer)
+        except BaseException as exc:
+            commit_ring.let_go_after(self, ticket, exc)
+            raise
         finally:
             self.lock.release()
 
@@ -346,22 +341,37 @@ class WorkerSession:
 
     def wait_locked(self, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to a request of ``items`` keys. More keys mean more polls before the doorbell."""
-        return self.channel.result(self.frame_locked(ticket, items))
+        self.frame_locked(ticket, items)
+        return self.result(ticket)
 
     def frame_locked(self, ticket: int, items: int = 1) -> Frame:
-        """Do :meth:`wait_locked`, and return the answer as it has come."""
-        if ticket < 0:
-            return self._wait_socket(-1 - ticket, items)
+        """Wait for an answer, and return it as it has come: it stays in ``frames``."""
+        if ticket < 0 and ticket not in self.frames:
+            self.frames[ticket] = self._wait_socket(-1 - ticket, items)
         ring: Any = self.ring
-        while ticket >= ring.done:
+        while ticket >= 0 and ticket >= ring.done:
             self._collect(ring, _RING_POLLS + min(items, 64) * _RING_POLLS // 8)
-        frame = self.frames[ticket]
-        del self.frames[ticket]  # not pop(): an interrupt behind that call would lose it
-        return frame
+        if ticket not in self.frames:
+            raise TransportError("the answer was taken before")
+        return self.frames[ticket]
 
-    def result(self, ticket: int, frame: Frame) -> Any:
-        """Return the answer in a frame that was taken in. Raises Refused. ``ticket``: for those that time it."""
-        return self.channel.result(frame)
+    def result(self, ticket: int) -> Any:
+        """Take an answer out of ``frames`` and return it. Its grants are in the pool. Raises TransportError, Refused.
+
+        An interrupt finds all of that done, or nothing. Then its waiter takes it again, or disowns it.
+        """
+        try:
+            answer = self.channel.result(self.frames[ticket])
+            place, grants = self.pool.placed(commit_ring.brought_by(answer)[0])
+        except Refused:
+            del self.frames[ticket]
+            raise
+        except PeerError as exc:
+            del self.frames[ticket]
+            self.channel.fail(str(exc))
+        del self.frames[ticket]
+        place += grants  # with no call since the line before
+        return answer
 
     def _await(self, ring: Ring, polls: int = _RING_POLLS) -> int:
         """Wait for at least one more answer, and return the ring's head, checked. Failing gives up what is posted."""
@@ -440,6 +450,7 @@ class WorkerSession:
             break
         if not got:
             self.wait_for_lock()
+        ticket: int | None = None
         try:
             channel = self.channel
             if channel.broken:
@@ -448,7 +459,8 @@ class WorkerSession:
             if ring is None:
                 number = channel.next_id()
                 channel.send_raw(encode_commit_one(digest, grant, length, crc, flags, want, count, number))
-                answered = committed_one_of(frame := self._wait_socket(number))
+                ticket = -1 - number
+                answered = committed_one_of(self.frame_locked(ticket))
             else:
                 while ring.words[TAIL] - ring.done >= SLOTS:
                     self._collect(ring)
@@ -456,22 +468,26 @@ class WorkerSession:
                 answered = None
                 if ticket == ring.done:  # nothing else is in flight
                     self._await(ring)
-                    if (answered := ring.committed_one(ticket)) is not None:
-                        ring.done = ticket + 1
-                if answered is None:
-                    while ticket >= ring.done:
-                        self._collect(ring)
-                    frame = self.frames.pop(ticket)
-            if answered is not None:
-                status, granted = answered
-                if granted is not None:
-                    self.pool.add((granted,))
-                return status
-            answer = channel.result(frame)
-            if not isinstance(answer, M.Committed) or len(answer.statuses) != 1:
-                channel.fail("the worker answered COMMIT with something else")
-            self.pool.add(answer.grants)
-            return int(answer.statuses[0])
+                    answered = ring.committed_one(ticket)
+            if answered is None:
+                answer = self.wait_locked(ticket)
+                ticket = None  # it is answered
+                if not isinstance(answer, M.Committed) or len(answer.statuses) != 1:
+                    channel.fail("the worker answered COMMIT with something else")
+                return int(answer.statuses[0])
+            status, granted = answered
+            if granted is not None:
+                place, grants = self.pool.placed((granted,))
+            if ring is None:
+                del self.frames[ticket]
+            else:
+                ring.done = ticket + 1
+            if granted is not None:
+                place += grants  # with no call since the answer was taken
+            return status
+        except BaseException as exc:
+            commit_ring.let_go_after(self, ticket, exc)
+            raise
         finally:
             self.lock.release()
 
@@ -490,7 +506,7 @@ class WorkerSession:
 
     def ask(self, wants: Sequence[tuple[int, int]]) -> None:
         """Ask for grants, (value bytes, count) each. What comes is in the pool; without room nothing comes."""
-        self.pool.add(self.exchange(M.Grant(list(wants)), sum(count for _, count in wants)).grants)
+        self.exchange(M.Grant(list(wants)), sum(count for _, count in wants))
 
     def return_grants(self, numbers: Sequence[int]) -> None:
         """Return grants by id, as many as a message has room for; see :func:`grant_pool.return_idle`."""
@@ -512,23 +528,6 @@ class WorkerSession:
     def pin_one(self, digest: bytes) -> LocatedOne:
         """Do :meth:`pin_many` for one value. The same wait is for the release of others."""
         return self.pin_many([digest])[0] if self.ring is None else pins.pin_one(self, digest)
-
-    def pin_locked(self, digest: bytes) -> LocatedOne:
-        """Pin a value by ring."""
-        ring: Any = self.ring
-        while ring.words[TAIL] - ring.done >= SLOTS:
-            self._collect(ring)
-        ticket = ring.post(encode_pin_one(digest))
-        try:
-            if ticket == ring.done:  # nothing else is in flight
-                self._await(ring)
-                if (found := ring.located_one(ticket)) is not None:
-                    ring.done = ticket + 1
-                    return found  # type: ignore[no-any-return]
-            return pins.located(self, M.Locate(M.LOCATE_PIN, [digest]), ticket)[0]
-        except BaseException:
-            self.disown(ticket)
-            raise
 
     def pin_many(self, digests: Sequence[bytes], how: int = 0) -> list[LocatedOne]:
         """Do :func:`.pins.pin_many`. The caller has called :meth:`begin_copy`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..constants import GHOST_STEP, NAMESPACE_BYTES_MAX, OTHERS_NAMESPACE
 from ..net.admission import LogLimit
+from ..net.allowance import free_within
 from ..wire.report_messages import CLIENTS_MAX
 from ..wire.status import Status
 from .counts import (
@@ -419,6 +421,10 @@ def _own(words: memoryview) -> NDArray[np.uint64]:
     return found
 
 
+#: No thread has the lock of a client's counters for so long, seconds: the caller has interrupted the one who has it.
+LOCK_S: Final = 1.0
+
+
 class Tallies:
     """All words in which one client counts, by path. Any thread may call it."""
 
@@ -460,10 +466,15 @@ class Tallies:
             self._release_ended_locked()
 
     def totals(self) -> dict[str, Totals]:
-        """Return what has been counted, by path."""
+        """Return what has been counted, by path.
+
+        In a signal's handler that has interrupted one who counts, an arena that has just ended may count twice.
+        """
         shm = Totals()
-        with self._lock:
-            self._release_ended_locked()
+        free = free_within(self._lock, LOCK_S)
+        with self._lock if free else contextlib.nullcontext():
+            if free:
+                self._release_ended_locked()
             shm.add(self._ended.as_json())
             for _, words in self._arenas:
                 shm.add_words("", _own(words))
@@ -478,8 +489,8 @@ class Tallies:
 
         A server of this host is shown them too, if there is one.
         """
-        if not (unreachable or late):
-            return
+        if not (unreachable or late) or not free_within(self._lock, LOCK_S):
+            return  # nothing to count, or in a signal's handler that has interrupted one who counts
         with self._lock:
             words[Word.UNREACHABLE] += unreachable
             words[Word.TIMEOUT] += late

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 from ..errors import DeadlineError, TransportError
 from ..host import fork
@@ -34,6 +34,17 @@ def is_numeric(host: str) -> bool:
             continue
         return True
     return False
+
+
+def connect(sock: socket.socket, address: Any, name: str, deadline_s: float) -> None:
+    """Connect to an address, called ``name``. Raises TransportError, and closes the socket then."""
+    try:
+        sock.settimeout(deadline_s)
+        sock.connect(address)
+    except OSError as exc:
+        sock.close()
+        error = DeadlineError if isinstance(exc, TimeoutError) else TransportError
+        raise error(f"cannot connect to {name}: {exc.strerror or exc}") from exc
 
 
 def dial(address: str, port: int) -> socket.socket:

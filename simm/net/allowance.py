@@ -184,3 +184,16 @@ def tries_of(lock: threading.Lock) -> Iterator[bool]:
 def tries_within(lock: threading.Lock | threading.RLock, seconds: float) -> Iterator[bool]:
     """Return an iterator whose only step takes a lock within ``seconds``, and says whether it did. See above."""
     return map(lock.acquire, (True,), (max(0.0, seconds),))
+
+
+def free_within(lock: threading.Lock, seconds: float) -> bool:
+    """Return whether a lock was free within ``seconds``. To a signal's handler whose own thread has it, it is not.
+
+    A call that may be made in a handler asks this before a ``with`` statement about a lock, and goes on without it.
+    """
+    (got,) = tries_within(lock, seconds)
+    try:
+        return got
+    finally:
+        if got:
+            lock.release()

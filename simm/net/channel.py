@@ -28,7 +28,7 @@ from ..errors import DeadlineError, NotSentError, RemoteProtocolError, Transport
 from ..host import fork
 from ..rpc import Connection, Flag, Frame, decode, encode
 from ..wire import messages as M
-from .addresses import resolve
+from .addresses import connect, resolve
 from .allowance import ALLOWANCE, LOOK_S
 from .peer_uid import foreign_server
 
@@ -159,7 +159,7 @@ class Channel:
     def unix(cls, path: str, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
         """Connect to a UNIX socket. Raises TransportError."""
         sock = _socket(socket.AF_UNIX)
-        _connect(sock, path, path, deadline_s)
+        connect(sock, path, path, deadline_s)
         return cls(sock, deadline_s, on_push)
 
     @classmethod
@@ -178,7 +178,7 @@ class Channel:
         sock = _socket(family)
         fork.in_child(sock.close)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _connect(sock, (address, port), f"{host}:{port}", max(0.001, until - time.monotonic()))
+        connect(sock, (address, port), f"{host}:{port}", max(0.001, until - time.monotonic()))
         if tls is not None:
             from .tls import connected  # most clients have no TLS
 
@@ -281,6 +281,11 @@ class Channel:
                 sent = self.sock.send(data)
         except OSError as exc:
             self.lose(exc, "sending")
+        except BaseException:  # interrupted: part of it may be sent, or all of it, and nobody waits for the reply
+            self.broken = self.broken or "interrupted"
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            raise
 
     def wait(self, number: int, polls: int = 0, look: Callable[[], object] | None = None) -> Frame:
         """Return the reply to request ``number``. Raises TransportError and breaks the channel on failure.
@@ -584,13 +589,3 @@ def _socket(family: socket.AddressFamily) -> socket.socket:
         return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     except OSError as exc:
         raise TransportError(f"cannot create a socket: {exc.strerror or exc}") from exc
-
-
-def _connect(sock: socket.socket, address: Any, name: str, deadline_s: float) -> None:
-    try:
-        sock.settimeout(deadline_s)
-        sock.connect(address)
-    except OSError as exc:
-        sock.close()
-        error = DeadlineError if isinstance(exc, TimeoutError) else TransportError
-        raise error(f"cannot connect to {name}: {exc.strerror or exc}") from exc

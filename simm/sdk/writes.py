@@ -491,8 +491,9 @@ class Puts:
             try:
                 with session.brief() if together else contextlib.nullcontext():
                     for asked in requests:
-                        ticket = session.submit(asked)
+                        sent: list[tuple[int, None]] = []
                         try:
+                            ticket = session.submit(asked, sent)
                             if together:
                                 session.kick()
                                 yield AnswerWait(session, ticket)
@@ -500,7 +501,7 @@ class Puts:
                         except Refused:
                             raise
                         except BaseException:
-                            forsake(session, [ticket])
+                            forsake(session, [each for each, _ in sent])
                             raise
                         answers += session.checked_locked(asked, answer).statuses
             except PeerError as exc:

@@ -466,9 +466,7 @@ class Mover:
             allowed = set(self.plan.wanted_of(job))
             wanted = [entry for entry in entries if shard_of(entry[0]) in allowed]
             if wanted:
-                answer = self.target.ask(session, M.Commit(wanted, []), M.Committed)
-                session.pool.add(answer.grants)
-                statuses = answer.statuses
+                statuses = self.target.ask(session, M.Commit(wanted, []), M.Committed).statuses
         if len(wanted) < len(entries):
             kept = {entry[1] for entry in wanted}
             self.target.ask(session, M.ReturnGrants([entry[1] for entry in entries if entry[1] not in kept]), M.Done)

@@ -35,6 +35,7 @@ from simm.gpu import cuda, direct
 from simm.gpu.buffers import DeviceSpan
 from simm.gpu.cuda import CudaError
 from simm.host import copy_pool, memory
+from simm.ipc import commit_ring
 from simm.ipc import segments as arenas_module
 from simm.ipc import session as session_module
 from simm.ipc.session import WorkerSession
@@ -365,10 +366,10 @@ def test_a_session_that_was_not_to_be_leaves_no_map(monkeypatch: pytest.MonkeyPa
         peers = len(worker.loop.peers)
         for error in (TransportError, RemoteProtocolError, UsageError):
 
-            def fail(_session: WorkerSession, _kind: type, error: type[Exception] = error) -> None:
+            def fail(*_: object, error: type[Exception] = error) -> None:
                 raise error("not today")
 
-            monkeypatch.setattr(WorkerSession, "_offer", fail)
+            monkeypatch.setattr(commit_ring, "offered", fail)
             before = held()
             with contextlib.suppress(error):
                 worker.session()

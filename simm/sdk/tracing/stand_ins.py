@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...errors import RemoteProtocolError, TransportError
+from ...ipc.commit_ring import let_go_after
 from ...rpc import HEADER_BYTES, OPCODES, encode, parse_header
 from ...tracing.spans import Operation
 from ...wire import messages as M
@@ -134,10 +135,8 @@ class TimedSession(StandIn):
         try:
             msg = self._wrapped(M.Grant(list(wants)))
             answer = self.real.exchange(msg, sum(count for _, count in wants))
-            granted = self._opened(answer, began, span)
-            if not isinstance(granted, M.Granted):
+            if not isinstance(self._opened(answer, began, span), M.Granted):  # what it brings is in the pool
                 self.real.channel.fail("the worker answered GRANT with something else")
-            self.real.pool.add(granted.grants)
         finally:
             self._operation.segment("grant", began, _ns(), span_id=span)
 
@@ -167,7 +166,6 @@ class TimedSession(StandIn):
             answer = self._exchange(M.Commit([(digest, grant, length, crc, flags, 0)], wants), began, span)
             if not isinstance(answer, M.Committed) or len(answer.statuses) != 1:
                 self.real.channel.fail("the worker answered COMMIT with something else")
-            self.real.pool.add(answer.grants)
             return int(answer.statuses[0])
         finally:
             self._operation.segment("commit", began, _ns(), span_id=span)
@@ -179,10 +177,15 @@ class TimedSession(StandIn):
             break
         if not got:
             session.wait_for_lock()
+        ticket: int | None = None
         try:
             if session.channel.broken:
                 raise TransportError(session.channel.broken)
-            answer = session.wait_locked(session.submit_locked(self._wrapped(msg)))
+            ticket = session.submit_locked(self._wrapped(msg))
+            answer = session.wait_locked(ticket)
+        except BaseException as exc:
+            let_go_after(session, ticket, exc)
+            raise
         finally:
             session.lock.release()
         return self._opened(answer, began, span)
@@ -195,18 +198,17 @@ class TimedSession(StandIn):
         self._sent[ticket] = began
         return ticket
 
-    def wait_locked(self, ticket: int, items: int = 1) -> Any:
+    def frame_locked(self, ticket: int, items: int = 1) -> Any:
         """Wait for an answer."""
         began = _ns()
         try:
-            answer = self.real.wait_locked(ticket, items)
+            return self.real.frame_locked(ticket, items)
         finally:
             self._operation.segment("answer", began, _ns())
-        return self._opened(answer, self._sent.pop(ticket, began), self._operation.span_id)
 
-    def result(self, ticket: int, frame: Any) -> Any:
-        """Return an answer that another thread has taken in."""
-        answer = self.real.result(ticket, frame)
+    def result(self, ticket: int) -> Any:
+        """Take an answer that has come."""
+        answer = self.real.result(ticket)
         return self._opened(answer, self._sent.pop(ticket, _ns()), self._operation.span_id)
 
 

@@ -12,7 +12,7 @@ from simm.gpu import copy
 from simm.gpu.buffers import device_span
 from simm.gpu.cuda import CudaError
 from simm.host.buffers import Copier
-from simm.ipc import put, session
+from simm.ipc import answer_wait, put, session
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.wire.messages import Status
@@ -47,7 +47,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     note(WorkerSession, "wake", "wake")
     note(copy, "_carry_out", "copy")
-    note(put, "_obtain", "wait")
+    note(answer_wait, "obtain_some", "wait")
     note(put, "commit", "commit")
     note(WorkerSession, "commit_one", "commit")
     return seen

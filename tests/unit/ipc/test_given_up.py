@@ -64,7 +64,7 @@ def held(session: WorkerSession) -> Callable[[], None]:
 
 def wait_all(session: WorkerSession, ticket: int) -> None:
     """As a batch ends."""
-    with ending(session, [(ticket, [0])], None, [0]):
+    with ending(session, [(ticket, [0])], [], [0]):
         pass
 
 
@@ -246,7 +246,7 @@ def test_issue_grants_that_nobody_waits_for_are_not_lost(worker: WorkerThread, b
         end = held(session)
         try:
             with at_most(SHORT_S), pytest.raises(TransportError):
-                answer_wait.collect_grants(session, (ticket, count))
+                answer_wait.collect_grants(session, [(ticket, count)])
         finally:
             end()
     session.exchange(M.Exists([KEY]))
@@ -288,7 +288,7 @@ def test_issue_an_answer_is_not_taken_twice(worker: WorkerThread) -> None:
         finally:
             end()
         assert statuses == [Status.OK, Status.UNAVAILABLE]
-    with ending(session, in_flight, None, statuses):
+    with ending(session, in_flight, [], statuses):
         pass
     assert statuses == [Status.OK, Status.OK] and not session.broken
     session.close()

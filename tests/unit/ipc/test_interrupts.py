@@ -30,11 +30,13 @@ from simm.ipc.patience import Patience
 from simm.ipc.pins import RETIRED
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
+from simm.ipc.steps import Steps, finish
 from simm.net.allowance import ALLOWANCE, Left, allowed, at_least, at_most, tries_of, tries_within
 from simm.sdk.batch import View
 from simm.sdk.ops.arena_pins import ArenaPins
 from simm.sdk.ops.pinner import Pinner
 from simm.sdk.ops.pins import Pins
+from simm.sdk.ops.remote_pins import RemotePins
 from simm.sdk.tracing import parts
 from simm.sdk.tracing.parts import TracedShmPut
 from simm.slab import chunk_bytes_for
@@ -72,6 +74,16 @@ class Session:
 
     def wait_locked(self, _ticket: int, _items: int = 1) -> int:
         return 1
+
+    def frame_locked(self, ticket: int, _items: int = 1) -> None:
+        self.frames[ticket] = None
+
+    def result(self, ticket: int) -> None:
+        del self.frames[ticket]
+
+    def give_up(self, _: Any) -> None: ...
+
+    disown = give_up
 
     def checked_locked(self, _msg: Any, answer: Any) -> Any:
         return answer
@@ -168,15 +180,24 @@ def test_a_lock_is_taken_in_two_ways() -> None:
     assert got is True and next(tries) is False
 
 
-def test_no_interrupt_leaves_pins_locked() -> None:
-    pins: Any = Pins.__new__(Pins)
-    pins._remote_lock, pins._deadline_s = threading.Lock(), 0.0
-    pins._routes = SimpleNamespace(patience=lambda: Patience(1.0))
-    everywhere(lambda: pins._together([]), lambda: pins._remote_lock.acquire(False) and pins._remote_lock.release())
-    assert pins._remote_lock.acquire(False)
+def test_no_interrupt_leaves_a_lease_locked() -> None:
+    lease: Any = RemotePins.__new__(RemotePins)
+    lease._lock, lease._path, lease._turns = threading.Lock(), SimpleNamespace(deadline_s=0.0), 0
+    lease.counters = {"outages": 0}
     met: list[int] = []
-    pins._together([], lambda: met.append(1))
-    assert met and pins._remote_lock.locked(), "another thread has it"
+
+    def work() -> Steps[None]:
+        met.append(1)
+        yield from ()
+
+    patience = Patience(1.0)
+    everywhere(
+        lambda: finish(lease.in_turn(work(), 3, patience)), lambda: lease._lock.acquire(False) and lease._lock.release()
+    )
+    assert met and lease._lock.acquire(False)
+    met.clear()
+    finish(lease.in_turn(work(), 3, patience))
+    assert not met and lease._lock.locked() and lease.counters == {"outages": 3}, "another thread has it"
 
 
 # -- copies and grants ---------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from simm.arena.hashing import Hasher
 from simm.constants import VALUE_BYTES_MAX
 from simm.errors import TransportError
 from simm.host.buffers import Copier
-from simm.ipc import grant_pool, put
-from simm.ipc.grant_pool import GrantPool, Line
+from simm.ipc import grant_pool, patience, put
+from simm.ipc.grant_pool import GrantPool
+from simm.ipc.patience import Line
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.slab import chunk_bytes_for
@@ -130,7 +131,7 @@ def test_mutation_a_line_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Line, "leave", leave)
     # Places of such short waits end soon, and on a busy machine while the thread still asks.
-    monkeypatch.setattr(grant_pool, "PLACE_MORE_S", 2 * WAIT_S)
+    monkeypatch.setattr(patience, "PLACE_MORE_S", 2 * WAIT_S)
     grantor = Grantor()
     served(grantor, 8)
     before = grantor.asked[: grantor.asked.index("01")]
@@ -141,7 +142,7 @@ def test_mutation_a_line_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_line_is_a_queue(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leaves, from whatever place: the turn is the first one's, as in a list."""
-    monkeypatch.setattr(grant_pool, "PLACE_MORE_S", 1e9)
+    monkeypatch.setattr(patience, "PLACE_MORE_S", 1e9)
     rng = random.Random(seed)
     line, model = Line(), list[threading.Lock]()
     for _ in range(200):
@@ -183,7 +184,7 @@ def test_issue_an_interrupt_in_leave_leaves_nobody_in_the_line(
     where: str, more_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The place ends by itself, and the next one's turn begins. The control is one that does not end."""
-    monkeypatch.setattr(grant_pool, "PLACE_MORE_S", more_s)
+    monkeypatch.setattr(patience, "PLACE_MORE_S", more_s)
     # On a busy machine the place may have ended before the exception strikes.
     assert any(struck_in_time(where, more_s, place_s) for place_s in (0.2, 2.0, 20.0, WAIT_S))
 

@@ -61,7 +61,7 @@ def test_issue_a_child_has_no_socket_of_a_connection_that_is_being_made(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it had one, for as long as it lived, the server did not see that the client had hung up."""
-    owner, name = (net_channel, "_connect") if step == "connect" else (tls.ChannelSocket, "_wait")
+    owner, name = (net_channel, "connect") if step == "connect" else (tls.ChannelSocket, "_wait")
     real, connecting, go = getattr(owner, name), threading.Event(), threading.Event()
 
     def held(*arguments: object) -> object:
