@@ -37,6 +37,7 @@ from typing import Any, Final
 from ..arena.hashing import check_namespace
 from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH, Word
 from ..arena.reader import ArenaReader, Located
+from ..cluster.lookup import ASK_OWNER
 from ..config.tokens import Token
 from ..errors import RemoteProtocolError, SegmentError, UsageError
 from ..host.parts import pieces
@@ -51,23 +52,24 @@ from ..net.token_watch import watch_tokens
 from ..rpc import Frame, decode, reply
 from ..wire import messages as M
 from ..wire.auth import Gate
-from ..wire.group_messages import Group
+from ..wire.group_messages import Group, groups_in
 from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_opening
 from ..wire.keep_messages import Keep, Marks
 from ..wire.messages import Status
 from ..wire.ranges import ranges_by_key
-from ..wire.shard_set import EPOCH_MASK, FROZEN, MOVING, shards_in
-from .requests.groups import group_for
+from ..wire.shard_set import EPOCH_MASK, shards_in
 from .requests.tracing import Traced, serve
-from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, exist, locate_many, look_up
+from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, exist, hide, locate_many, look_up
 from .stream_put import Receiving
 from .worker_session import WorkerSessionKeeper
 
 log = logging.getLogger("simm.server.stream")
 
-Mutation = M.Delete | M.DeleteSized | Keep
+Mutation = M.Delete | M.DeleteSized | Keep | Group
 
 _OK: Final = int(Status.OK)
+#: How a worker refuses an id for a name that has none.
+_NO_NUMBER: Final = (Status.NO_SPACE, Status.OVER_QUOTA, Status.BAD_REQUEST)
 #: Answers up to this size leave in one piece, verdict included.
 SMALL_ANSWER_BYTES: Final = 128 << 10
 #: Values and ranges below this size are copied to be sent with those of other values: a copy takes less than a send.
@@ -202,17 +204,11 @@ class Stream(Service):
             statuses = self._exists(state, msg.digests)
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.looked(state.namespace, statuses, state.began)
-        elif isinstance(msg, Keep):
-            peer.send_message(M.Statuses(self._mutate(peer, msg, msg.digests)), frame.request_id)
-        elif isinstance(msg, M.Delete | M.DeleteSized):
-            statuses = self._mutate(peer, msg, msg.entries if isinstance(msg, M.DeleteSized) else msg.digests)
+        elif isinstance(msg, M.Delete | M.DeleteSized | Keep | Group):
+            statuses = self._mutate(peer, msg)
             peer.send_message(M.Statuses(statuses), frame.request_id)
-            state.counted.deleted(state.namespace, statuses, state.began)
-        elif isinstance(msg, Group):
-            are_own = partial(self._are_own, state) if state.gate.bound else None
-            ask = partial(self.keeper.statuses, peer=peer, cluster=state.cluster)
-            missed = partial(self._missed, moving=Status.NOT_FOUND)
-            peer.send_message(group_for(msg, are_own, missed, ask), frame.request_id)
+            if isinstance(msg, M.Delete | M.DeleteSized):
+                state.counted.deleted(state.namespace, statuses, state.began)
         elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -360,9 +356,15 @@ class Stream(Service):
         special = ENTRY_BOUND | ENTRY_EPOCH
         if reader is not None and any(at is not None and (bound or at.flags & special) for _, _, at in looked):
             own = cache(partial(self._own_number, state))
+            hidden: list[tuple[int, int]] = []
             for position, (_, _, at) in enumerate(looked):
-                if at is not None and (self._is_foreign(state, reader, at, own) or not _current(state, reader, at)):
+                if at is not None and (why := self._judge_owner(state, reader, at, own)) != _OK:
                     looked[position] = (Status.NOT_FOUND, 0, None)
+                    hidden.append((position, why))
+            if hidden and bound and not previous:
+                told = hide(self.keeper, reader, [(digests[position], why) for position, why in hidden])
+                for (position, _), (status, since) in zip(hidden, told):
+                    looked[position] = (status, since, None)
         return looked
 
     def _answer(
@@ -398,66 +400,56 @@ class Stream(Service):
             self._judge(sending, position, digest, found)
         return bytes(len(data)) if sending.bound and sending.verdicts[position] != Status.OK else data
 
-    def _own_number(self, state: ConnectionState) -> int:
-        """Return the id of the client's namespace, -1 if the worker tells none. It may cost an exchange."""
+    def _own_number(self, state: ConnectionState) -> int | None:
+        """Return the id of the client's namespace, -1 if it has none, None if the worker does not say.
+
+        It may cost an exchange.
+        """
         try:
             return self.keeper.namespace(state.namespace)
-        except Refused:
-            return -1
+        except Refused as exc:
+            return -1 if exc.status in _NO_NUMBER else None
 
     @staticmethod
-    def _is_foreign(state: ConnectionState, reader: ArenaReader, found: Located, own: Callable[[], int]) -> bool:
-        """Return True if an entry is none of the client's namespace, as far as that must be known.
+    def _judge_owner(
+        state: ConnectionState, reader: ArenaReader, found: Located, own: Callable[[], int | None]
+    ) -> int:
+        """Return OK if the client may see an entry, or why it may not: a status that :func:`hide` takes.
 
-        It must be for a client that is bound to it, and of an entry that such a client has stored: a digest is what
-        its sender says, and any namespace's. One that has changed is foreign too: its slot may be another's by now.
-        ``own``: returns :meth:`_own_number`, and asks once for all keys of a request.
+        ASK_OWNER: it is of another namespace, as far as that must be known. It must be for a client that is bound to
+        its own, and of an entry that such a client has stored: a digest is what its sender says, and any namespace's.
+        UNAVAILABLE: nobody tells whose it is. NOT_FOUND: it has changed, or is of an old epoch, and may be the
+        client's. ``own``: returns :meth:`_own_number`, and asks once for all keys of a request.
         """
-        if state.role == M.Role.MOVER or not (state.gate.bound or found.flags & ENTRY_BOUND):
-            return False
-        return reader.namespace_of(found.slot) != own() or not reader.holds(found)
+        if state.role == M.Role.MOVER:  # the new owner knows what to do with an old one
+            return _OK
+        if state.gate.bound or found.flags & ENTRY_BOUND:
+            number, namespace = own(), reader.namespace_of(found.slot)
+            if not reader.holds(found):
+                return Status.NOT_FOUND
+            if namespace != number:
+                return Status.UNAVAILABLE if number is None else ASK_OWNER
+        return _OK if reader.is_current(found) else Status.NOT_FOUND
 
-    def _are_own(self, state: ConnectionState, digests: Sequence[bytes]) -> list[bool]:
-        """Return for each digest whether it is stored, and of the client's namespace."""
+    def _judge_owners(self, state: ConnectionState, digests: Sequence[bytes]) -> list[int]:
+        """Do :meth:`_judge_owner` for what is stored under these digests. NOT_FOUND where nothing is."""
         if (reader := self.keeper.arena()) is None:
-            return [False] * len(digests)
+            return [Status.UNAVAILABLE] * len(digests)
         own = cache(partial(self._own_number, state))
         return [
-            found is not None and not self._is_foreign(state, reader, found, own) and _current(state, reader, found)
+            Status.NOT_FOUND if found is None else self._judge_owner(state, reader, found, own)
             for _, _, found in locate_many(reader, digests, True, touch=False)
         ]
 
     def _exists(self, state: ConnectionState, digests: list[bytes]) -> list[int]:
-        return exist(self.keeper, digests, partial(self._are_own, state), bound=state.gate.bound)
+        return exist(self.keeper, digests, partial(self._judge_owners, state), bound=state.gate.bound)
 
-    def _mutate(self, peer: Peer, msg: Mutation, items: list[Any]) -> list[int]:
-        """Delete or keep the keys of ``items``. What is not of a bound client's namespace is not there for it.
-
-        Nor does it delete what a previous owner may have: whose that is, nobody here knows.
-        """
+    def _mutate(self, peer: Peer, msg: Mutation) -> list[int]:
+        """Delete, keep or group entries, of a bound client only those of its namespace: the worker judges that."""
         state: ConnectionState = peer.context
-        if not state.gate.bound:
-            return self.keeper.statuses(msg, peer, state.cluster)
-        digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else items
-        moving = Status.PREVIOUS if isinstance(msg, Keep) else Status.UNAVAILABLE
-        statuses = [self._missed(digest, moving) for digest in digests]
-        mine = [at for at, own in enumerate(self._are_own(state, digests)) if own]
-        kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
-        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), peer, state.cluster)):
-            statuses[at] = status
-        return statuses
-
-    def _missed(self, digest: bytes, moving: int) -> int:
-        """Return what a mutation says of a key of which a bound client has no value here: by its shard alone.
-
-        ``moving``: of a shard that is moving in, whose values may be at the previous owner.
-        """
-        if (reader := self.keeper.arena()) is None:
-            return Status.UNAVAILABLE
-        word = reader.shard_word(digest)
-        if not 0 < word < FROZEN:
-            return Status.WRONG_OWNER
-        return moving if word & MOVING else Status.NOT_FOUND
+        if isinstance(msg, Group):
+            groups_in(msg)  # for a malformed one the worker would close this process's session
+        return self.keeper.statuses(msg, peer, state.cluster, state.namespace if state.gate.bound else None)
 
     def _judge(self, sending: Sending, position: int, digest: bytes, found: Located) -> None:
         leased = sending.leased[position] if sending.leased is not None else None
@@ -570,11 +562,6 @@ class Stream(Service):
             "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
             "unauthorized": loop.unauthorized,
         }  # fmt: skip
-
-
-def _current(state: ConnectionState, reader: ArenaReader, found: Located) -> bool:
-    """Return False for an entry of an old epoch. A mover gets it: the new owner knows what to do with it."""
-    return state.role == M.Role.MOVER or reader.is_current(found)
 
 
 def run_stream(

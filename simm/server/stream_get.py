@@ -11,7 +11,7 @@ from typing import Final
 from ..arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ..arena.reader import ArenaReader, Located, Unsettled
 from ..arena.sessions import PINNED_SHARE
-from ..cluster.lookup import ASK_OWNER, miss_status, previous_status
+from ..cluster.lookup import ASK_OWNER, hidden_status, miss_status, previous_status
 from ..errors import TransportError
 from ..ipc.session import WorkerSession
 from ..table import ZERO_DIGEST
@@ -57,12 +57,12 @@ class Leased:
 class Lease:
     """The values that one client has pinned by its connection, which ends them."""
 
-    __slots__ = ("bytes", "last", "used_at", "values")
+    __slots__ = ("bytes", "last", "pins", "used_at", "values")
 
     def __init__(self) -> None:
         self.values: dict[int, Leased] = {}
-        #: Of pinned values.
-        self.bytes = 0
+        #: The values that are pinned, and their bytes.
+        self.pins = self.bytes = 0
         self.last = 0
         self.used_at = time.monotonic()
 
@@ -73,17 +73,18 @@ class Leases:
     A lease ends with its connection. A client that is stopped keeps its connection: so a lease that is not used for
     LEASE_S loses its pins. Its values stay readable as long as their slots do not change; then they are misses.
 
-    All leases together pin at most what an arena may have pinned, and none more than is left for the others. What has
-    no room is a value of the lease without a pin. The worker's bound (``arena/sessions.py``) holds in addition.
+    All leases together pin at most what an arena may have pinned, by a quarter of its lines for holds, and none more
+    than is left for the others. What has no room is a value of the lease without a pin. The worker's bound
+    (``arena/sessions.py``) holds in addition.
 
     Pins outlive the worker: they stay with the session that got them, which is not released while it has any.
     """
 
     def __init__(self, keeper: WorkerSessionKeeper) -> None:
         self._keeper = keeper
-        #: Of all leases: values, and bytes of those that are pinned.
+        #: Of all leases: values, those that are pinned, and the bytes of these.
         self.keys = 0
-        self.bytes = 0
+        self.pins = self.bytes = 0
 
     def take(
         self, lease: Lease, reader: ArenaReader | None, digests: Sequence[bytes],
@@ -98,7 +99,6 @@ class Leases:
         entries: list[tuple[int, int, int, int, int, int, int]] = []
         taken: list[Leased] = []
         values, last = lease.values, lease.last
-        most = 0 if reader is None else min(LEASED_KEYS_MAX, reader.geometry.hold_lines // 4)
         for digest, (status, epoch, found) in zip(digests, looked):
             if found is None or reader is None:
                 entries.append((status, 0, 0, 0, epoch, 0, 0))
@@ -106,7 +106,7 @@ class Leases:
             slot, seq, _, length, crc, flags = found
             if flags & ~PINNED_FLAGS:
                 entries.append((Status.NOT_FOUND, flags & ENTRY_LARGE, 0, 0, 0, 0, 0))  # its parts can be pinned
-            elif len(values) >= most - self.keys:
+            elif len(values) >= LEASED_KEYS_MAX - self.keys:
                 entries.append((Status.NO_SPACE, 0, 0, 0, 0, 0, 0))
             else:
                 last += 1
@@ -124,9 +124,11 @@ class Leases:
         session = self._keeper.worker()
         if session is None or session.channel.late or session.reader is not reader:
             return
-        room = (reader.geometry.data_bytes // PINNED_SHARE - self.bytes - lease.bytes) // 2
+        geometry = reader.geometry
+        room = (geometry.data_bytes // PINNED_SHARE - self.bytes - lease.bytes) // 2
+        lines = max(0, (geometry.hold_lines // 4 - self.pins - lease.pins) // 2)
         wanted: list[Leased] = []
-        for leased in taken:
+        for leased in taken[:lines]:
             room -= leased.found.length
             if room < 0:
                 break
@@ -149,7 +151,9 @@ class Leases:
                 if offset == place and confirm(leased.digest, slot, seq):
                     begin_copy()
                     leased.pin, leased.session = pin, session
+                    lease.pins += 1
                     lease.bytes += length
+                    self.pins += 1
                     self.bytes += length
                 else:
                     session.unpin_later(pin)
@@ -201,7 +205,9 @@ class Leases:
             session.unpin_later(leased.pin)
             session.end_copy()
             leased.pin = 0
+            lease.pins -= 1
             lease.bytes -= leased.found.length
+            self.pins -= 1
             self.bytes -= leased.found.length
 
 
@@ -325,13 +331,14 @@ def _verdict(
 
 
 def exist(
-    keeper: WorkerSessionKeeper, digests: Sequence[bytes], are_own: Callable[[Sequence[bytes]], list[bool]], *,
+    keeper: WorkerSessionKeeper, digests: Sequence[bytes], judge_owners: Callable[[Sequence[bytes]], list[int]], *,
     bound: bool,
 ) -> list[int]:  # fmt: skip
     """Return a Status for each digest. Asks the worker once, about all misses for which that is needed.
 
     An entry that a client bound to a namespace has stored is none that others would get, nor leave alone: so whose it
-    is counts for all clients, and of all entries for a ``bound`` one.
+    is counts for all clients, and of all entries for a ``bound`` one. ``judge_owners`` returns OK or what :func:`hide`
+    takes for each digest.
     """
     if (reader := keeper.arena()) is None:
         return [Status.UNAVAILABLE] * len(digests)
@@ -351,6 +358,31 @@ def exist(
             statuses[at] = status
             doubtful.add(digests[at])
     hits = [at for at, status in enumerate(statuses) if status == Status.OK and digests[at] in doubtful]
-    for at, own in zip(hits, are_own([digests[at] for at in hits])):
-        statuses[at] = Status.OK if own else Status.NOT_FOUND
+    hidden: list[tuple[int, int]] = []
+    for at, why in zip(hits, judge_owners([digests[at] for at in hits])):
+        if why != _OK:
+            statuses[at] = Status.NOT_FOUND
+            hidden.append((at, why))
+    if hidden and bound:
+        for (at, _), (status, _) in zip(hidden, hide(keeper, reader, [(digests[at], why) for at, why in hidden])):
+            statuses[at] = status
     return statuses
+
+
+def hide(
+    keeper: WorkerSessionKeeper, reader: ArenaReader, entries: Sequence[tuple[bytes, int]]
+) -> list[tuple[int, int]]:
+    """Return (status, epoch with PREVIOUS) for digests of entries that a client bound to a namespace may not see.
+
+    With each digest comes why. ASK_OWNER: the entry is surely another namespace's. The client hears the same as of a
+    key that is not here. Otherwise the answer would tell it, while a shard moves in, which keys of others are here. So
+    the worker is asked once. Any other status is what the client hears in a shard that moves in. It is never PREVIOUS,
+    as the value may be the client's own, of which the previous owner has a superseded one.
+    """
+    told = [(hidden_status(reader.shard_word(digest), why), 0) for digest, why in entries]
+    asked = [at for at, (status, _) in enumerate(told) if status == ASK_OWNER]
+    if asked:
+        answers = keeper.resolve_misses([entries[at][0] for at in asked], M.LOCATE_HIDDEN)
+        for at, answer in zip(asked, answers):
+            told[at] = answer
+    return told

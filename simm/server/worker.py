@@ -57,7 +57,7 @@ from ..wire.hello import Refusal, check_opening, negotiate, other_cluster
 from ..wire.messages import Status
 from ..wire.one_key import CommitOne, commit_one_of, pin_one_of, reply_committed_one, reply_located_one
 from ..wire.trace_messages import Traced
-from .requests import tracing
+from .requests import bound, tracing
 from .requests.groups import group
 from .requests.shards import DROP_S, ShardRequests
 from .ring_poller import RingPoller
@@ -72,14 +72,14 @@ PATH_S: Final = 1.0
 
 #: What must not be carried out for somebody who has hung up.
 _MUTATIONS: Final = frozenset(
-    OPCODES[each] for each in (M.Commit, M.Delete, M.DeleteSized, M.Freeze, K.Keep, Group, Traced)
+    OPCODES[each] for each in (M.Commit, M.Delete, M.DeleteSized, M.Freeze, K.Keep, Group, Traced, E.ForNamespace)
 )
 #: What pidfd_open says of a pid that no process has: EINVAL and ENOENT if a thread has it.
 _NO_PROCESS: Final = frozenset((errno.ESRCH, errno.EINVAL, errno.ENOENT))
 
 _STILL_CLOSING: Final = "descriptors of other users are still being closed"
 _PATHS: Final = M.PathBit.SHM | M.PathBit.TCP | M.PathBit.TRACE
-_LOCATE_BITS: Final = M.LOCATE_PIN | M.LOCATE_PREVIOUS
+_LOCATE_BITS: Final = M.LOCATE_PIN | M.LOCATE_PREVIOUS | M.LOCATE_HIDDEN
 
 
 @dataclass
@@ -160,6 +160,7 @@ class Worker(Service):
             OPCODES[M.ReleaseSessions]: lambda session, msg: (M.Done(self._release_of(session, msg.sessions)), 0),
         }
         self._handlers[OPCODES[Traced]] = tracing.handler(self._handlers)
+        self._handlers[OPCODES[E.ForNamespace]] = bound.handler(store, self._handlers)
         self.sweeper = Sweeper(
             store.ledger.namespaces, store.table, lambda: [each.namespace for each in sessions.by_id.values()],
             loop.clock, loop.call_later, DROP_S,

@@ -37,14 +37,15 @@ from ..constants import DEFAULT_NAMESPACE, OTHERS_NAMESPACE
 from ..errors import DeadlineError, NotSentError, SegmentError, TransportError
 from ..ipc.answer_wait import HungUp, look_for_late, until_answered, until_room, withdraw
 from ..ipc.arena_lister import Lister
-from ..ipc.commit_ring import HEAD
+from ..ipc.commit_ring import HEAD, RING_GRANTS
 from ..ipc.grant_pool import GrantTuple
-from ..ipc.session import RING_GRANTS, WorkerSession
+from ..ipc.session import WorkerSession
 from ..net.allowance import LOOK_S, at_most
 from ..net.channel import Refused
 from ..net.peer import Peer, PeerLoop
-from ..rpc import batches
+from ..rpc import CODECS, batches
 from ..wire import messages as M
+from ..wire.epoch_messages import ForNamespace, for_namespace
 from ..wire.group_messages import Group
 from ..wire.keep_messages import Keep
 from ..wire.messages import Status
@@ -322,7 +323,8 @@ class WorkerSessionKeeper:
         except Refused:
             raise
         except TransportError as exc:
-            log.warning("%s: %s", type(msg).__name__, exc)
+            kind = CODECS[msg.opcode].cls if isinstance(msg, ForNamespace) else type(msg)
+            log.warning("%s: %s", kind.__name__, exc)
             raise Refused(Status.UNAVAILABLE, str(exc)) from exc
 
     def mutate(self, session: WorkerSession, msg: Any, peer: Peer | None) -> Any:
@@ -444,30 +446,36 @@ class WorkerSessionKeeper:
         return (self.namespace(OTHERS_NAMESPACE) + 1) << M.NAMESPACE_SHIFT
 
     def statuses(
-        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, peer: Peer | None = None, cluster: int = 0
+        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, peer: Peer | None = None, cluster: int = 0,
+        bound_to: str | None = None,
     ) -> list[int]:  # fmt: skip
         """Return a status for each key or group of the message; UNAVAILABLE for all if the worker is down.
 
-        ``peer``, ``cluster``: see :meth:`exchange`.
+        ``peer``, ``cluster``: see :meth:`exchange`. ``bound_to``: the namespace of a client that may touch no other.
         """
         items: list[Any] = msg.digests if isinstance(msg, M.Exists | M.Delete | Keep) else msg[0]
         count = len(items)
         try:
-            answer = self.exchange(msg, peer, cluster)
+            answer = self.exchange(msg if bound_to is None else for_namespace(bound_to, msg), peer, cluster)
         except Refused as exc:
             return [exc.status] * count
         if not isinstance(answer, M.Statuses) or len(answer.statuses) != count:
             log.error("the worker answered %s with %s", type(msg).__name__, type(answer).__name__)
+            if self.session is not None:  # what it answers next may be out of step, too
+                self.give_up(self.session, "the worker answered for another number of keys")
             return [Status.UNAVAILABLE] * count
         return answer.statuses
 
-    def resolve_misses(self, digests: list[bytes]) -> list[tuple[int, int]]:
-        """Return (status, epoch with PREVIOUS) for each; UNAVAILABLE where the worker cannot be asked."""
+    def resolve_misses(self, digests: list[bytes], how: int = 0) -> list[tuple[int, int]]:
+        """Return (status, epoch with PREVIOUS) for each; UNAVAILABLE where the worker cannot be asked.
+
+        ``how``: LOCATE_HIDDEN asks as if nothing were stored for them.
+        """
         found: list[tuple[int, int]] = []
         for asked in batches(digests):
             status = Status.UNAVAILABLE
             try:
-                answer = self.exchange(M.Locate(0, asked))
+                answer = self.exchange(M.Locate(how, asked))
                 if isinstance(answer, M.Located) and len(answer.entries) == len(asked):
                     found += [(entry[0], entry[4] if entry[0] == Status.PREVIOUS else 0) for entry in answer.entries]
                     continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -253,7 +254,7 @@ def test_control_guesses_without_a_check_are_seen(
     connect: Opener, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if check == "reads":
-        monkeypatch.setattr(Stream, "_is_foreign", lambda *_: False)
+        monkeypatch.setattr(Stream, "_judge_owner", lambda *_: Status.OK)
     else:
         monkeypatch.setattr(Store, "_take_options", lambda _self, session, _digest, _options: (0, session.namespace))
     with pytest.raises(AssertionError):
@@ -322,8 +323,58 @@ def test_issue_a_slot_that_changes_as_its_namespace_is_read(
             monkeypatch.setattr(ArenaReader, "holds", lambda *_: True)
         missed = [Status.NOT_FOUND] if checked else [Status.OK]
         assert red.exists([digest_of("own"), digest_of("k")]) == [Status.OK, *missed]
-        assert red.statuses(M.Delete, [digest_of("k")]) == missed
-        assert (near.reader.locate(digest_of("k")) is not None) == checked
+
+
+#: Mutations of the key that is named first, as a client by TCP asks for them; the second one is its own.
+MUTATIONS: dict[str, Callable[[Finished, bytes, bytes], list[int]]] = {
+    "delete": lambda path, digest, _: path.statuses(M.Delete, [digest]),
+    "delete of a size": lambda path, digest, _: path.statuses(M.DeleteSized, [(digest, 64)]),
+    "keep": lambda path, digest, _: path.statuses(partial(Keep, 2, 60), [digest]),
+    "group": lambda path, digest, own: path.group([[[own, digest]]]),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_issue_a_value_of_others_that_comes_while_a_request_is_on_its_way(
+    worker: WorkerThread, connect: Opener, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream had found the sender's own value there. The worker did not look, and changed another tenant's."""
+    red, key, own = connect(TEAMS["red"], "red"), "{x}k", "{x}own"
+    assert put(red, key, bytes(64)) == put(red, own, bytes(64)) == Status.OK
+    mutate, sent = WorkerSessionKeeper.mutate, []
+    with contextlib.closing(local(worker, "blue")) as near:
+
+        def late(keeper: WorkerSessionKeeper, *arguments: Any) -> Any:
+            if not sent:
+                sent.append(arguments)
+                near.ask([(64, 1)])
+                grant = near.pool.take(64)
+                assert grant is not None
+                assert near.commit_one(digest_of(key), grant[0], 64, 0, 0, 64, 0) == Status.OK
+            return mutate(keeper, *arguments)
+
+        monkeypatch.setattr(WorkerSessionKeeper, "mutate", late)
+        assert MUTATIONS[name](red, digest_of(key), digest_of(own)) == [Status.NOT_FOUND] and sent
+        assert reads_locally(near, key)
+    assert namespace_of(worker, key) == "blue"
+    with worker.frozen() as store:
+        assert not len(store.space.kept) and not store.groups.count
+
+
+@pytest.mark.quick
+def test_a_malformed_group_of_a_bound_client_ends_its_own_connection_alone(
+    worker: WorkerThread, connect: Opener
+) -> None:
+    red, other = connect(TEAMS["red"], "red"), connect(TEAMS["red"], "red")
+    assert put(other, "k", b"red's") == Status.OK
+    with worker.frozen() as store:
+        sessions = set(store.sessions.by_id)
+    with pytest.raises(TransportError):
+        red.group([[[]]])
+    with worker.frozen() as store:
+        assert set(store.sessions.by_id) == sessions
+    assert other.statuses(M.Delete, [digest_of("k")]) == [Status.OK]
 
 
 @pytest.mark.quick
@@ -336,6 +387,7 @@ def test_a_bound_client_deletes_nothing_that_a_previous_owner_may_have(worker: W
     assert red.statuses(M.Delete, [digest_of("k")]) == [Status.UNAVAILABLE]
     assert red.statuses(M.DeleteSized, [(digest_of("k"), 5)]) == [Status.UNAVAILABLE]
     assert put(red, "mine", b"value") == Status.OK and red.statuses(M.Delete, [digest_of("mine")]) == [Status.OK]
+    assert get(red, "mine") == Status.NOT_FOUND, "the previous owner may have what was deleted here"
     with worker.frozen() as store:
         assert store.shard_words.dropped == {digest_of("mine")}
     assert free.statuses(M.Delete, [digest_of("k")]) == [Status.OK], "the control: one that is not bound does"
@@ -363,7 +415,114 @@ def test_issue_what_a_bound_client_wants_of_a_shard_that_moves_is_tried_again(
     assert red.statuses(keep, coming) == [Status.PREVIOUS] * 2, "whether a value of others is here or not"
     assert free.statuses(keep, coming) == [Status.OK, Status.PREVIOUS]
     assert red.statuses(M.Delete, coming) == [Status.UNAVAILABLE] * 2
+    for previous, status in ((False, Status.PREVIOUS), (True, Status.NOT_FOUND)):
+        found = red.fetch([(each, 64, lambda _: memoryview(bytearray(64))) for each in coming], previous=previous)
+        assert len(set(found)) == 1 and found[0][0] == status
+        ranges = red.fetch_ranges([(each, ranges_of([(0, 1, bytearray(1))])) for each in coming], previous=previous)
+        assert len(set(ranges)) == 1 and ranges[0][0] == status
+        with contextlib.closing(red.take_out(time.monotonic() + WAIT_S)) as channel:
+            entries = channel.call(M.Pin(previous, coming)).entries
+        assert len(set(entries)) == 1 and entries[0][0] == status
+    assert red.exists(coming) == [Status.PREVIOUS] * 2 and free.exists(coming) == [Status.OK, Status.PREVIOUS]
+    assert red.exists(here) == [Status.NOT_FOUND] * 2
     assert red.statuses(keep, here) == red.statuses(M.Delete, here) == [Status.NOT_FOUND] * 2
+
+
+def move_in(worker: WorkerThread, key: str) -> None:
+    """Let the key's shard be one that is moving in."""
+    with worker.frozen() as store:
+        store.shards[shard_of(digest_of(key))] |= MOVING
+        store.shard_words.moving += 1
+
+
+def read_by_each_message(path: Finished, key: str) -> list[int]:
+    """Return what FETCH, FETCH_RANGES, PIN and EXISTS answer."""
+    digest = digest_of(key)
+    with contextlib.closing(path.take_out(time.monotonic() + WAIT_S)) as channel:
+        pinned = channel.call(M.Pin(0, [digest])).entries[0][0]
+    return [
+        path.fetch([(digest, 64, lambda length: memoryview(bytearray(length)))])[0][0],
+        path.fetch_ranges([(digest, ranges_of([(0, 1, bytearray(1))]))])[0][0], pinned, path.exists([digest])[0],
+    ]  # fmt: skip
+
+
+def changes(worker: WorkerThread, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let red put its key again between the look for it and the look whose it is."""
+    number = WorkerSessionKeeper.namespace
+
+    def late(keeper: WorkerSessionKeeper, name: str) -> int:
+        with contextlib.closing(local(worker, "red")) as near:
+            near.ask([(64, 1)])
+            grant = near.pool.take(64)
+            assert grant is not None
+            assert near.commit_one(digest_of(key), grant[0], 64, 0, 0, 64, 0) == Status.OK
+        return number(keeper, name)
+
+    monkeypatch.setattr(WorkerSessionKeeper, "namespace", late)
+
+
+def tells_no_number(_worker: WorkerThread, _key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_keeper: WorkerSessionKeeper, _name: str) -> int:
+        raise Refused(Status.UNAVAILABLE, "the worker is down")
+
+    monkeypatch.setattr(WorkerSessionKeeper, "namespace", refused)
+
+
+def is_outdated(_worker: WorkerThread, _key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArenaReader, "is_current", lambda *_: False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "hinder, status",
+    [(changes, Status.NOT_FOUND), (tells_no_number, Status.UNAVAILABLE), (is_outdated, Status.NOT_FOUND)],
+)
+def test_nobody_is_sent_to_a_previous_owner_for_what_may_be_its_own(
+    worker: WorkerThread, connect: Opener, hinder: Callable[..., None], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous owner has a value that the one here has superseded."""
+    red = connect(TEAMS["red"], "red")
+    move_in(worker, "k")
+    assert put(red, "k", b"new") == put(red, "here", b"new") == Status.OK
+    assert read_by_each_message(red, "k") == [Status.OK] * 4, "the control"
+    hinder(worker, "k", monkeypatch)
+    assert read_by_each_message(red, "k") == [status] * 4
+    if status == Status.UNAVAILABLE:
+        assert read_by_each_message(red, "here") == [Status.NOT_FOUND] * 4, "of whatever namespace it is"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("deleted", [False, True], ids=["replaced", "deleted"])
+def test_nor_for_its_own_value_whose_place_another_namespace_has_taken(
+    worker: WorkerThread, connect: Opener, deleted: bool
+) -> None:
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    move_in(worker, "{x}k")
+    assert put(red, "{x}k", b"new") == Status.OK
+    if deleted:
+        assert red.statuses(M.Delete, [digest_of("{x}k")]) == [Status.OK]
+    assert put(free, "{x}k", b"blue's") == put(free, "{x}other", b"blue's") == Status.OK
+    assert read_by_each_message(red, "{x}k") == [Status.NOT_FOUND] * 4
+    assert read_by_each_message(red, "{x}other") == [Status.PREVIOUS] * 4, "the control: red has never changed it"
+
+
+@pytest.mark.quick
+def test_issue_a_group_takes_no_value_along_that_another_namespace_has_put_over_a_member(
+    worker: WorkerThread, connect: Opener
+) -> None:
+    """A bound client made a group of its value and of another tenant's key, and chose when that key was dropped."""
+    red, blue = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    own, planted = "{x}own", "{x}planted"
+    assert put(red, own, b"red's") == put(red, planted, b"planted") == Status.OK
+    assert red.group([[[digest_of(own), digest_of(planted)]]]) == [Status.OK]
+    assert put(red, planted, b"again") == Status.OK
+    with worker.frozen() as store:
+        assert store.groups.count == 1, "the control: a value of the same namespace is in its predecessor's group"
+    assert put(blue, planted, b"blue's") == Status.OK
+    with worker.frozen() as store:
+        assert store.groups.count == 0
+    assert red.statuses(M.Delete, [digest_of(own)]) == [Status.OK]
+    assert get(blue, planted) == b"blue's"
 
 
 @pytest.mark.quick
@@ -396,7 +555,7 @@ def test_the_controls(worker: WorkerThread, connect: Opener, monkeypatch: pytest
     red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
     put(free, "k", b"blue's")
     put(red, "planted", b"planted")
-    monkeypatch.setattr(Stream, "_is_foreign", lambda *_: False)
+    monkeypatch.setattr(Stream, "_judge_owner", lambda *_: Status.OK)
     assert get(red, "k") == b"blue's" and get(free, "planted") == b"planted"
     monkeypatch.setattr(Store, "_take_options", lambda _self, session, _digest, _options: (0, session.namespace))
     assert put(red, "k", b"forged") == Status.OK and get(free, "k") == b"forged"
@@ -420,8 +579,8 @@ def test_a_quota_holds_by_each_path(worker: WorkerThread, connect: Opener) -> No
 
 
 @pytest.mark.quick
-def test_only_a_stream_asks_for_the_ids_of_namespaces(worker: WorkerThread) -> None:
-    """A client's COMMIT for another namespace is tests/unit/arena/test_quotas.py's."""
+def test_only_a_stream_speaks_for_namespaces(worker: WorkerThread) -> None:
+    """It asks for their ids, and for their clients. A client's COMMIT is tests/unit/arena/test_quotas.py's."""
     for role, may in ((M.Role.CLIENT, False), (M.Role.MOVER, False), (M.Role.STREAM, True)):
         with contextlib.closing(WorkerSession(worker.path, "default", WAIT_S, role=role)) as session:
             if may:
@@ -431,6 +590,14 @@ def test_only_a_stream_asks_for_the_ids_of_namespaces(worker: WorkerThread) -> N
             else:
                 with pytest.raises(TransportError):
                     session.exchange(M.Namespace("another"))
+    for role, may in ((M.Role.CLIENT, False), (M.Role.MOVER, False), (M.Role.STREAM, True)):
+        with contextlib.closing(WorkerSession(worker.path, "default", WAIT_S, role=role)) as session:
+            request = E.for_namespace("another", M.Delete([digest_of("k")]))
+            if may:
+                assert session.exchange(request).statuses == [Status.NOT_FOUND]
+            else:
+                with pytest.raises(TransportError):
+                    session.exchange(request)
 
 
 @pytest.mark.quick

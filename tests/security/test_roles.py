@@ -54,7 +54,7 @@ RULES: dict[type, TokenRole | None] = {
     M.Shards: SERVER, M.Stats: CLIENT, M.StatsReply: None,
     M.Freeze: SERVER, M.Frozen: None, M.Adopt: SERVER, M.Finish: SERVER, M.MoveProgress: None,
     M.Fetch: CLIENT, M.Fetched: None, M.FetchPrevious: CLIENT, M.Verdict: None, M.Store: CLIENT, M.Exists: CLIENT,
-    M.Namespace: SERVER, M.List: SERVER, M.Listed: None, M.FetchRanges: CLIENT,
+    M.Namespace: SERVER, E.ForNamespace: SERVER, M.List: SERVER, M.Listed: None, M.FetchRanges: CLIENT,
     M.Pin: CLIENT, M.Pinned: None, M.FetchPinned: CLIENT,
     R.RdmaOpen: CLIENT, R.RdmaOpened: None, R.RdmaConnect: CLIENT, R.RdmaConnected: None, R.RdmaDisconnect: CLIENT,
     R.RdmaGranted: None,

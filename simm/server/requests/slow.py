@@ -16,6 +16,7 @@ from ...ipc.counts import TIMED
 from ...ipc.tally import Served
 from ...rpc import CODECS, decode
 from ...tracing.slow import SLOW
+from ...wire.epoch_messages import ForNamespace
 from ...wire.trace_messages import Traced
 
 if TYPE_CHECKING:
@@ -46,11 +47,13 @@ def watch_worker(worker: Worker) -> Callable[[int], None]:
 
 
 def _of_frame(peer: Peer, frame: Frame) -> tuple[str, dict[str, str]]:
-    """Return a request's name, and what a line about it is about. One in a trace is named as if it had come alone."""
+    """Return a request's name, and what a line about it is about. One inside another is named as if it came alone."""
     opcode, trace = frame.opcode, b""
     if CODECS[opcode].cls is Traced:
         traced = decode(frame)
         opcode, trace = traced.opcode, traced.trace
+    elif CODECS[opcode].cls is ForNamespace:
+        opcode = decode(frame).opcode
     return CODECS[opcode].cls.__name__, line_about(peer.session, trace)
 
 

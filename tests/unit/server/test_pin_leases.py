@@ -225,6 +225,25 @@ def test_values_of_leases_are_bounded_in_number(world: World, monkeypatch: pytes
     second.close()
 
 
+def test_values_beyond_the_lines_for_pins_are_held_by_their_versions() -> None:
+    """Small pages were no values of the lease, so they counted as not stored."""
+    with WorkerThread(8 * MIB) as worker, StreamThread(worker.path) as stream:
+        first, second = stream.channel(), stream.channel()
+        put(first, A, b"value")
+        with worker.frozen() as store:
+            most = store.geometry.hold_lines // 4
+        for _ in range(most // 1024 + 1):
+            handles = pin(first, *[A] * 1024)
+        assert pins(worker)[0] == most // 2, "and the rest is for others"
+        assert fetch(first, [(handles[-1], [(0, 5)])]) == [(Status.OK, Status.OK, [b"value"])]
+        pin(second, *[A] * 1024)
+        assert most // 2 < pins(worker)[0] <= most
+        first.close()
+        second.close()
+        wait_until(lambda: pins(worker) == (0, 0), "all pins end")
+        assert stream.stream.leases.pins == stream.stream.leases.bytes == 0
+
+
 def test_pins_outlive_the_worker(world: World) -> None:
     worker, stream = world
     channel, other = stream.channel(), stream.channel()

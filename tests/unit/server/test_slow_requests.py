@@ -12,15 +12,17 @@ import pytest
 from simm.config import logs
 from simm.config.live import LiveSettings
 from simm.errors import TransportError
+from simm.ipc.session import WorkerSession
 from simm.ipc.tally import Served
 from simm.server.operators.admin import follow_in_stream, follow_settings
 from simm.server.requests import slow
 from simm.tracing.context import context
 from simm.tracing.slow import SlowLog
 from simm.wire import messages as M
+from simm.wire.epoch_messages import for_namespace
 from simm.wire.hello import client_hello
 from tests.support.fake_cluster import ALL, FakeCluster
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 #: What a data server can change while it runs (``simm/dataserver.py``).
 LIVE = {
@@ -108,6 +110,20 @@ def test_a_line_names_the_session_and_the_trace(
     commits = [record for record in caplog.records if "a worker's Commit took" in record.getMessage()]
     about = [(each.__dict__.get("session"), each.__dict__.get("trace_id")) for each in commits]
     assert about and {session for session, _ in about} <= sessions and ("ab" * 16) in {trace for _, trace in about}
+
+
+def test_a_line_names_what_a_stream_asks_for_a_bound_client(
+    cluster: FakeCluster, live: LiveSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = cluster.nodes[0]
+    with node.worker.frozen():
+        follow_settings(live, node.worker.worker)
+        switch(live, "1")
+    now = itertools.count(0, 2_000_000)
+    monkeypatch.setattr(slow, "_ns", lambda: next(now))
+    with contextlib.closing(WorkerSession(node.worker.path, "default", WAIT_S, role=M.Role.STREAM)) as session:
+        session.exchange(for_namespace("red", M.Delete([bytes(range(16))])))
+    wait_until(lambda: "a worker's Delete took" in caplog.text, "its line")
 
 
 def test_a_streams_line_names_the_trace(

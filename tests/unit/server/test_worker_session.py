@@ -296,3 +296,28 @@ def test_mutation_a_keeper_that_does_not_look_keeps_a_dead_number(monkeypatch: p
     monkeypatch.setattr(ArenaReader, "has_namespace", has)
     with pytest.raises(AssertionError, match="is asked for again"):
         test_more_namespaces_than_places_come_one_after_the_other(monkeypatch)
+
+
+def test_an_answer_for_another_number_of_keys_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerThread() as worker:
+        keeper = WorkerSessionKeeper(worker.path)
+        session = again(keeper)
+        monkeypatch.setattr(WorkerSession, "answer", lambda *_: M.Statuses([Status.OK] * 2))
+        assert keeper.statuses(M.Delete([DIGEST]), bound_to="red") == [Status.UNAVAILABLE]
+        assert session.broken and keeper.session is None
+        keeper.close()
+
+
+def test_the_log_names_what_a_bound_client_has_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise TransportError("no answer")
+
+    with WorkerThread() as worker:
+        keeper = WorkerSessionKeeper(worker.path)
+        again(keeper)
+        monkeypatch.setattr(WorkerSessionKeeper, "mutate", failing)
+        assert keeper.statuses(M.Delete([DIGEST]), bound_to="red") == [Status.UNAVAILABLE]
+        assert "Delete: no answer" in caplog.messages
+        keeper.close()
