@@ -16,6 +16,7 @@ costs more.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
 from .sources import GPU, U64, Holder, Ignored, Late, Missed, Parked, Registration, Source, Space, Spaces
-from .table import GROWTH, Identifiers, Slots, Table, all_different
+from .table import GROWTH, STORES_GROWTH, Identifiers, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
 #: Of each source: ranks and groups, and holders, as there is one for each salt. Room for a sixteenth is for new ones.
@@ -42,12 +43,10 @@ DEAD_MAX: Final = 4096
 
 #: From so many blocks on, an event is applied by numpy.
 _VECTOR: Final = 24
-#: Searches for what removals may mean, before others may ask: a few milliseconds.
+#: Searches for what removals may mean, and holders looked at, before others may ask: up to 50 milliseconds.
 _SEARCHES: Final = 1 << 14
 #: Blocks that wait for more, at most about.
 _GATHERED: Final = 4096
-#: By how much the table of blocks grows while they are stores' above all.
-_GROWTH: Final = 1.6
 
 
 class Blocks:
@@ -116,8 +115,8 @@ class Blocks:
                 self.sweep()
 
     def sweep(self) -> None:
-        """Free the memory of holders that are gone, and their identifiers. O(blocks)."""
-        with self.lock:
+        """Free the memory of holders that are gone, and their identifiers; later if there is none for it. O(blocks)."""
+        with self.lock, contextlib.suppress(MemoryError):
             aliases = self._aliases
             named = aliases.columns["key"].nonzero()[0]
             aliases.remove(named[~self._ids.alive(aliases.columns["holder"][named])])
@@ -226,6 +225,7 @@ class Blocks:
                 else:
                     source.emptied(mine)
                     self.clear(source, source.said(event.where).tenant if source.registration.store else None)
+                    self._give_way(len(source.holders))
             except Ignored as why:
                 source.ignore(why)
 
@@ -422,10 +422,11 @@ class Blocks:
     def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:
         """Take blocks away that have no alias: of every space that the event may mean. Others may ask in between."""
         keys = np.unique(np.array(event.hashes, np.uint64))
-        most = max(1, _SEARCHES // max(1, len(keys)))
-        for ids in source.holders.parts(source.said(event.where), rank, most):
+        where = source.said(event.where)
+        for ids in source.holders.parts(where, rank, max(1, _SEARCHES // max(1, len(keys)))):
             self._lower(source, self._held.find_each(keys, ids), tier)
             self._give_way(len(keys) * len(ids))
+        self._give_way(len(source.holders) if where.salt is None else 0)  # looked at, with blocks or without
 
     def _give_way(self, searches: int) -> None:
         """Let go of the lock for a moment after so many searches, unless a caller has it too."""
@@ -475,7 +476,7 @@ class Blocks:
         most = MOST if copies else 1
         self.added += len(keys)
         # A store's snapshot has all its blocks, and nothing in the other table: this one may grow in larger steps.
-        table.reserve(len(keys), _GROWTH if 4 * self._aliases.entries < table.entries else GROWTH)
+        table.reserve(len(keys), STORES_GROWTH if 4 * self._aliases.entries < table.entries else GROWTH)
         counts = table.columns["counts"]
         mine = np.array(keys, np.uint64)
         if len(keys) < _VECTOR or not all_different(mine):
@@ -551,9 +552,8 @@ class Blocks:
         """Take one copy away of each block, all different. Return the slots of those that have none left, now empty."""
         counts, shift = self._held.columns["counts"], np.uint32(BITS * tier)
         self.removed += len(slots)
-        now = counts[slots]
-        there = (now >> shift & np.uint32(MOST)) > 0
-        now = now - (there.astype(np.uint32) << shift)
+        there = (counts[slots] >> shift & np.uint32(MOST)) > 0
+        now = counts[slots] - (there.astype(np.uint32) << shift)
         counts[slots] = now
         gone: Slots = slots[now == 0]
         self._drop(gone)

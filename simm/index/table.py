@@ -24,6 +24,8 @@ EMPTY: Final = 0
 GONE: Final = 0xFFFF_FFFF
 FILL: Final = 0.75
 GROWTH: Final = 1.19
+#: By how much the table of blocks grows while they are stores' above all.
+STORES_GROWTH: Final = 1.6
 #: So few searches are done one by one, and so many in the order of their buckets, as a processor's cache likes it.
 _FEW: Final = 5
 _SORTED: Final = 1 << 14
@@ -115,13 +117,16 @@ class Table:
 
     def _allocate(self, buckets: int) -> None:
         slots = buckets * BUCKET
+        keys, owners = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
+        columns: dict[str, NDArray[Any]] = {name: np.zeros(slots, kind) for name, kind in self._types.items()}
+        # Only now, as there may be no memory for one of them.
         self._buckets = buckets
-        self.keys: Keys = np.zeros(slots, np.uint64)
-        self.owners: Owners = np.zeros(slots, np.uint32)
+        self.keys: Keys = keys
+        self.owners: Owners = owners
+        self.columns = columns
         #: The same by buckets.
         self._rows_of_keys, self._rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
         self._of_buckets = np.uint64(buckets)
-        self.columns: dict[str, NDArray[Any]] = {name: np.zeros(slots, kind) for name, kind in self._types.items()}
         #: Slots that are not EMPTY, and those of them that hold an entry, also of an owner that is gone.
         self.used = 0
         self.entries = 0
@@ -363,6 +368,18 @@ class Table:
     def rebuild(self, more: int = 0, growth: float = GROWTH) -> None:
         """Drop what was given up and entries of owners that are gone. O(slots), and little memory but the arrays'.
 
+        Without that memory the table stays as it was, and MemoryError is raised.
+        """
+        before = vars(self).copy()
+        try:
+            self._rebuild(more, growth)
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    def _rebuild(self, more: int, growth: float) -> None:
+        """Do :meth:`rebuild`.
+
         A larger or smaller table has the same entries in the same order, but for those that lie behind their homes. So
         one pass of slots after the other is taken over. In the order of their homes each entry goes to its home's
         first slot, or behind the one before it. So all slots from an entry's home to the entry are in use. What that
@@ -408,4 +425,7 @@ class Table:
         return held[self._alive(owners[held])]
 
 
-__all__ = ["BUCKET", "EMPTY", "GONE", "Identifiers", "Keys", "Owners", "Slots", "Table", "all_different"]
+__all__ = [
+    "BUCKET", "EMPTY", "GONE", "GROWTH", "STORES_GROWTH", "Identifiers", "Keys", "Owners", "Slots", "Table",
+    "all_different",
+]  # fmt: skip

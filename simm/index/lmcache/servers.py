@@ -170,10 +170,12 @@ class Servers:
 
     def _close(self, name: str, server: Server) -> None:
         del self._servers[name]
-        self._index.unregister(server.source.registration.name)
-        if server.incarnation is not None:
-            _keep(self._past, name, (server.incarnation, server.seq))
-            self._forget_pools()
+        try:
+            self._index.unregister(server.source.registration.name)
+        finally:
+            if server.incarnation is not None:
+                _keep(self._past, name, (server.incarnation, server.seq))
+                self._forget_pools()
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -239,22 +241,22 @@ class Servers:
             if head.seq > 1:  # or an old batch of this one
                 server.seq = head.seq
                 return STALE
-        if head.seq == 1:
-            server.complete, server.source.lost = True, False
-        elif server.seq:
-            if head.seq != server.seq + 1:
-                server.counts["gaps"] += 1
-                self._lose(server)
-        else:
-            self._forget_pools()  # it was joined late: what it has removed is not known
-        server.seq = head.seq
-        server.digests[head.seq] = batch.digest
-        if head.seq == 1:
-            server.first = batch.digest
-        if len(server.digests) > DIGESTS_MAX:
-            server.digests.popitem(last=False)
-        server.counts["messages"] += 1
         try:
+            if head.seq == 1:
+                server.complete, server.source.lost = True, False
+            elif server.seq:
+                if head.seq != server.seq + 1:
+                    server.counts["gaps"] += 1
+                    self._lose(server)
+            else:
+                self._forget_pools()  # it was joined late: what it has removed is not known
+            server.seq = head.seq
+            server.digests[head.seq] = batch.digest
+            if head.seq == 1:
+                server.first = batch.digest
+            if len(server.digests) > DIGESTS_MAX:
+                server.digests.popitem(last=False)
+            server.counts["messages"] += 1
             self._apply(server, head)
         except BaseException:  # as of a missing number: nobody tells it again
             self._lose(server)
@@ -285,10 +287,12 @@ class Servers:
 
     def _lose(self, server: Server) -> None:
         """Forget all that a server has, as it may be wrong."""
-        server.placements.clear()
-        self._index.clear(server.source)
         server.complete, server.source.lost = False, True
-        self._forget_pools()
+        try:
+            server.placements.clear()
+            self._index.clear(server.source)
+        finally:
+            self._forget_pools()
 
     def _forget_pools(self) -> None:
         """Forget what servers share: a removal may be missing."""

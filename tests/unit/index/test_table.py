@@ -194,3 +194,27 @@ def test_a_keys_homes_are_apart_whatever_the_random_numbers_are() -> None:
         homes = table._homes(np.full(64, key, np.uint64), owners).tolist()
         assert homes == [table._home(key, owner) for owner in owners.tolist()]
         assert len(set(homes)) > 40
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_a_table_that_finds_no_memory_to_grow_stays_as_it_was(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arrays were replaced one by one, so that others' entries were not found, or found where others lay."""
+    table = _table()
+    model = _drive(table, seed=5, steps=20)
+    left, zeros = [failing], np.zeros
+
+    def allocate(*arguments: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return zeros(*arguments)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_module.np, "zeros", allocate)
+        try:
+            table.rebuild(1 << 16)
+            assert left[0] >= 0
+        except MemoryError:
+            assert left[0] < 0
+    _check(table, model)
+    assert table.entries == len(model)

@@ -12,6 +12,7 @@ pytest.importorskip("msgspec", reason="the extra simm-store[index] is not instal
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
+from simm.index import blocks as blocks_module
 from simm.index.blocks import Blocks
 from simm.index.keys import request_keys
 from simm.index.lmcache import placements
@@ -20,6 +21,7 @@ from simm.index.lmcache.hashes import name_of, namers
 from simm.index.lmcache.servers import LEASE_S, SETTLED, Servers
 from simm.index.scores import Scores, score
 from simm.index.sources import Registration, Space
+from simm.index.table import Table
 from tests.support.clock import Clock
 from tests.support.dose import dose
 from tests.support.lmcache_server import HASHES, PROMPTS, SIZE, WORLDS, Model, Part, batch, body, entry, key
@@ -412,6 +414,8 @@ def test_a_batch_that_cannot_be_applied_is_lost(where: dict[str, Any], monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(Blocks, "apply", refuse)
+        patched.setattr(blocks_module, "DEAD_MAX", 0)
+        patched.setattr(Table, "rebuild", refuse)  # nor is there any to sweep what is forgotten
         with pytest.raises(MemoryError):
             _take(servers, _delete(seq + 1, **where))
     server = servers._servers["a"]
