@@ -343,8 +343,8 @@ class Client(
         self, keys: Sequence[str], values: Sequence[Any], *, if_absent: bool | None = None, ttl: float | None = None,
         keep: str | None = None,
     ) -> list[bool]:  # fmt: skip
-        """:meth:`put` for many keys. A duplicate key gets the later value. ``if_absent``: a stored value of the same
-        length is left alone; None for ``put_if_absent`` of the client."""
+        """:meth:`put` for many keys. A duplicate key gets the later value. ``if_absent``: a stored value is
+        left alone, on this host if it has the same length; None for ``put_if_absent`` of the client."""
         if len(keys) != len(values):
             raise UsageError(f"{len(keys)} keys and {len(values)} values")
         digests = self._hasher.many(keys)
@@ -557,6 +557,8 @@ class Client(
 
         Warns if no manager answers. Raises TransportError if the managers refuse this client for good. Once is enough.
         """
+        if self._router is None and not self._closed:
+            self._routes.restart()
         router = self._router
         if router is not None and not self._begun:
             router.subscription.await_first_round(self.deadline_s * max(1, len(self._options.managers)))
@@ -571,6 +573,7 @@ class Client(
         """Give up what belongs to the parent process."""
         self._owned = None
         self._executor = None
+        self._begun = False
         self._start_lock = threading.Lock()
         self._closed_in_child()
         self._tallies.after_fork()

@@ -559,8 +559,8 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
     def _drop(self, client: Client, unfit: dict[bytes, int]) -> None:
         """Drop values that do not fit their keys' views. Otherwise the keys would exist, and no engine would put them.
 
-        The request names their sizes, so that a right value that was put in between stays. The next get refuses a value
-        that cannot be dropped now.
+        The request names their sizes, so that a right value that was put in between stays, unless both are in parts.
+        The next get refuses a value that cannot be dropped now.
         """
         count = len(unfit)
         self.unfit += count

@@ -6,17 +6,19 @@ then tried as a tensor or array in a GPU's memory, which loads the modules of ``
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import enum
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from ..constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
+from ..constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ..errors import TransportError, UsageError
 from ..host import fork_copies
 from ..host.buffers import DeviceBuffer, OnDevice, Ranges, Span, address_of, tensor_span, view_of
@@ -34,6 +36,10 @@ _ThreadedT = TypeVar("_ThreadedT", bound="Threaded")
 
 #: What a module raises that cannot be loaded now: the process may have no descriptor left.
 UNLOADABLE: Final = (OSError, ImportError)
+
+#: Bytes that one exchange by TCP carries at most, so that a deadline means the same at every batch size; and its keys.
+EXCHANGE_BYTES: Final = 64 << 20
+EXCHANGE_KEYS: Final = 1024
 
 _device_span: Callable[[Any], DeviceBuffer] | None = None
 
@@ -447,3 +453,32 @@ def _unpin(held: weakref.ref[Any]) -> None:
     held.session.unpin_later(held.pin)
     for end in held.ends:
         end()
+
+
+def by_bytes(positions: Sequence[int], sizes: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Share positions out into at most ``count`` runs of about as many bytes. None is empty."""
+    if count == 1:
+        return [positions]
+    ends = list(itertools.accumulate(sizes[position] for position in positions))
+    cuts = [0, *(bisect.bisect_left(ends, ends[-1] * each / count) + 1 for each in range(1, count)), len(positions)]
+    return [positions[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
+
+
+def chunks(sizes: Sequence[tuple[int, int]], ranges: Callable[[int], int] | None = None) -> list[list[int]]:
+    """Return positions in runs of at most EXCHANGE_KEYS keys and about EXCHANGE_BYTES bytes.
+
+    ``ranges`` returns how many ranges a position has; a run has RANGES_MAX at most.
+    """
+    chunks: list[list[int]] = []
+    total = count = 0
+    for position, size in sizes:
+        more = 0 if ranges is None else ranges(position)
+        if (
+            not chunks or len(chunks[-1]) >= EXCHANGE_KEYS or total + size > EXCHANGE_BYTES or count + more > RANGES_MAX
+        ):  # fmt: skip
+            chunks.append([])
+            total = count = 0
+        chunks[-1].append(position)
+        total += size
+        count += more
+    return chunks

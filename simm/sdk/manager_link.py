@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import random
 import select
@@ -36,6 +37,7 @@ from ..constants import TRACE_S_MAX
 from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError, printable
 from ..host import fork
 from ..host.threads import Waiters
+from ..net.allowance import allowed, at_most, free_within
 from ..net.channel import Channel, Refused, check_tls, greet, weakly
 from ..wire import epoch_messages as E
 from ..wire import messages as M
@@ -47,6 +49,8 @@ log = logging.getLogger("simm.client")
 
 #: Bound of a subscription's exchange, seconds; less where the client's own deadline is.
 EXCHANGE_S: Final = 2.0
+#: What an attempt has at least where the time of a round is over, seconds.
+LEAST_S: Final = 0.01
 #: Pause between two rounds through all addresses: the first and the longest, seconds.
 RETRY_S: Final = (0.1, 2.0)
 #: Pause between two requests for the map that brought nothing new: the first and the longest, seconds.
@@ -84,17 +88,19 @@ class _Addresses:
         self._at += 1
 
     def connect_any(
-        self, connect: Callable[[str, int], Channel], skips: Callable[[Exception], bool]
+        self, connect: Callable[[str, int], Channel], skips: Callable[[Exception], bool], until: float = math.inf
     ) -> tuple[Channel | None, str]:
         """Try each address once. Return the first channel that ``connect`` makes, or None and each address's reason.
 
-        ``skips`` decides whether an error means the next address; other errors are raised.
+        ``skips`` decides whether an error means the next address; other errors are raised. ``until``: when the round is
+        to be over, monotonic seconds. No address gets more of that than the others that are left.
         """
         reasons = []
-        for _ in self._all:
+        for left in range(len(self._all), 0, -1):
             host, port = self.current
             try:
-                return connect(host, port), ""
+                with at_most((until - time.monotonic()) / left):
+                    return connect(host, port), ""
             except PeerError as exc:
                 if not skips(exc):
                     raise
@@ -292,7 +298,7 @@ class Subscription:
         A wrong token, or a port of another server, is reported at once: another attempt would be refused again.
         """
         until = time.monotonic() + timeout_s
-        while not self._connect_any():
+        while not self._connect_any(until):
             if self.refused:
                 raise TransportError(self.refused)
             if time.monotonic() + 0.1 > until:
@@ -301,16 +307,17 @@ class Subscription:
                     "`simm manager`, or name it by manager= or SIMM_MANAGER"
                 )
             time.sleep(0.1)
+        self._end_first_round()
 
-    def _connect_any(self) -> bool:
-        """Try each address once; return True if one of them has sent a map."""
+    def _connect_any(self, until: float = math.inf) -> bool:
+        """Try each address once, until ``until`` at most; return True if one of them has sent a map."""
         statuses: list[int] = []
 
         def skips(exc: Exception) -> bool:
             statuses.append(exc.status if isinstance(exc, Refused) else Status.UNAVAILABLE)
             return True
 
-        self._channel, reasons = self._addresses.connect_any(self._connect, skips)
+        self._channel, reasons = self._addresses.connect_any(self._connect, skips, until)
         self.refused, self.down_reason = "", reasons
         if self._channel is not None:
             self.down_reason = None
@@ -353,8 +360,10 @@ class Subscription:
         self._warn("%s: gets miss and puts fail until one does; trying in the background", reason)
 
     def _connect(self, host: str, port: int) -> Channel:
-        until = time.monotonic() + self._deadline_s
-        channel = Channel.tcp(host, port, self._deadline_s, weakly(self._pushed), self.tls)
+        seconds = max(LEAST_S, allowed(self._deadline_s))
+        until = time.monotonic() + seconds
+        channel = Channel.tcp(host, port, seconds, weakly(self._pushed), self.tls)
+        channel.deadline_s = self._deadline_s
         channel.bound(until)
         try:
             with contextlib.suppress(OSError):
@@ -407,12 +416,17 @@ class Subscription:
         """Ask for the map soon."""
         if not self._asked:
             self._asked = True
-            self._kick()
+            if not self._kick():
+                self._asked = False  # the next call asks
 
-    def _kick(self) -> None:
+    def _kick(self) -> bool:
+        """Wake the thread. Return False in a signal's handler that has interrupted one who has the lock."""
+        if not free_within(self._lock, self._deadline_s):
+            return False
         with self._lock, contextlib.suppress(OSError, BlockingIOError):
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
+        return True
 
     def _run(self) -> None:
         retry_s = RETRY_S[0]

@@ -39,6 +39,7 @@ from ..arena.layout import State
 from ..config.client_options import ClientOptions
 from ..host import fork
 from ..host.threads import Waiters, lives
+from ..ipc.steps import Polled, Steps, first_over
 from ..ipc.tally import Tallies
 from ..net.allowance import allowed, tries_within
 from ..net.channel import BACKOFF_S, Backoff
@@ -87,6 +88,8 @@ class Path:
         #: Whether an attempt has been started that has not told of its end; its thread once that has begun.
         self._connecting = False
         self._connector: threading.Thread | None = None
+        #: When the first of the idle connections came, or the last attempt ended without one; monotonic seconds.
+        self._ready_at = 0.0
         #: The attempt that has begun last: an object of its own.
         self._latest: object = None
         #: Guards the state and the pool; never held during I/O.
@@ -111,7 +114,14 @@ class Path:
 
     @connecting.setter
     def connecting(self, value: bool) -> None:
+        if not value:
+            self._note_ready()
         self._connecting = value
+
+    def _note_ready(self) -> None:
+        """Note that who waits for a connection need not do so any longer, unless that is so already."""
+        if not self._idle:
+            self._ready_at = time.monotonic()
 
     def connect_soon(self) -> None:
         """Start an attempt in a thread of its own, unless one is in progress, or none is needed.
@@ -146,6 +156,20 @@ class Path:
             if not isinstance(exc, RuntimeError) or thread is None or thread.ident is not None:
                 raise
             self._no_thread(f"cannot connect: {exc}")  # no more threads, or the interpreter is ending
+
+    def attempt_over(self, until: float) -> Steps[float]:
+        """Wait until a connection is idle or no attempt is in progress, or until then, monotonic seconds.
+
+        Return until when the rest may last. That is later if other work has held up the thread after the attempt.
+        """
+        if self.connecting:
+            wait = Polled(lambda: bool(self._idle) or not self.connecting, until)
+            if not (yield wait):
+                first_over([wait])
+            elif wait.ready():
+                now = time.monotonic()
+                until = min(until + now - self._ready_at, now + allowed(self._context.options.deadline_s))
+        return until
 
     def _run(self, mine: object) -> None:
         """Make an attempt, unless whoever started this thread was interrupted, and counts it as not started."""

@@ -21,9 +21,9 @@ from ..arena.reader import EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..constants import LOG_GETS, VALUE_BYTES_MAX
 from ..errors import DeadlineError, DeviceError, PeerError
-from ..host.buffers import RELEASE_BYTES, Copier, Ranges, Span, address_of, fits, memmove
+from ..host.buffers import RELEASE_BYTES, Copier, Ranges, Span, fits, memmove
 from ..host.company import COMPANY
-from ..host.parts import HOST_TYPES, on_device, scatter
+from ..host.parts import HOST_TYPES, scatter
 from ..ipc.counts import ABSENT, GET, GET_MANY, HIT_BYTES, MISSES_MASK, SAMPLE_BATCHES, Word, observe
 from ..ipc.get import ShmGet
 from ..ipc.patience import Patience
@@ -62,7 +62,7 @@ class Gets(ShmGet):
         self._owners = Owners(routes, counters, tallies)
         self._observe: Observe = observe or (lambda *_: None)
         self._batches = 0
-        check = self.check if checksum else None
+        check = ShmGet(copier, True, counters).check if checksum else None  # its own would be a reference cycle
         self._remote = self.remote_kind(routes, copier, check, counters, self._observe, tallies)
 
     def other_kind(self) -> NoValue:
@@ -98,7 +98,7 @@ class Gets(ShmGet):
             odd = flags not in self.plain
             if odd and self.differs(flags):  # before anything is written
                 if reader.confirm(digest, slot, seq):
-                    return self.other_kind()
+                    return self.other_kind() if self.owns(reader, found) else MISS
                 break
             if sink is None:
                 got = bytes(reader.value(found))
@@ -106,6 +106,8 @@ class Gets(ShmGet):
                 sink.size if kind is Span else len(sink)  # type: ignore[union-attr]
             ) and not fits(size, sink):
                 if reader.confirm(digest, slot, seq):
+                    if odd and not self.owns(reader, found):
+                        return MISS
                     reader.counts[Word.WRONG_SIZE] += 1
                     return misfit(size, sink)
                 break  # it is changing: read it from a pin
@@ -238,13 +240,7 @@ class Gets(ShmGet):
             length = len(view)
             if not fits(length, sink):
                 return misfit(length, sink)
-            if isinstance(sink, Ranges):
-                scatter(sink, view.data, address_of(view.data), 0, self._copier)
-            elif on_device(sink):
-                sink.copy_from(view.data)
-            else:
-                target = address_of(sink) if type(sink) is memoryview else sink.address
-                self._copier.copy(target, address_of(view.data), length)
+            self.copy_from(view.data, sink)
             return length
 
     # -- many keys ------------------------------------------------------------------------------------
@@ -443,7 +439,7 @@ class Gets(ShmGet):
         """Read again at the owner, which is another one or has the value by now. Not counted."""
         reader = owner.arena()
         if reader is None:
-            ask = self._remote.read if batch.sinks is not None else self._remote.exist
+            ask = self._remote.read_uncounted if batch.sinks is not None else self._remote.exist
             unresolved = finish(ask(owner, positions, batch))
         elif batch.sinks is None:
             unresolved = self._exist_in(owner, reader, positions, batch, None)
@@ -471,13 +467,13 @@ class Gets(ShmGet):
                 break
             if self.differs(found.flags):
                 if confirm(digest, found.slot, found.seq):
-                    return self.other_kind()
+                    return self.other_kind() if reader.is_own(found) else MISS
                 continue
             if sink is None:
                 got: Answer = bytes(reader.value(found))
             elif not fits(got := found.length, sink):
                 if confirm(digest, found.slot, found.seq):
-                    return misfit(got, sink)
+                    return misfit(got, sink) if reader.is_own(found) else MISS
                 continue
             else:
                 self.copy_out(reader, found, sink)

@@ -70,7 +70,7 @@ class RemoteReads:
     def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
         """Read by RDMA, and the keys that RDMA leaves over by TCP. Take note of how long it takes."""
         began = time.perf_counter()
-        left = yield from self._read(target, positions, batch)
+        left = yield from self.read_uncounted(target, positions, batch)
         seconds = time.perf_counter() - began
         path = target.path
         sizes = batch.bytes_read(positions)
@@ -92,9 +92,10 @@ class RemoteReads:
         observe(counts, GET if len(positions) == 1 else GET_MANY, int(seconds * 1e9))
         return left
 
-    def _read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+    def read_uncounted(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+        """Do :meth:`read` for who counts the answers itself, as those of a second look."""
         if _has_devices(positions, batch):
-            return (yield from self._read_staged(functools.partial(self._read, target), positions, batch))
+            return (yield from self._read_staged(functools.partial(self.read_uncounted, target), positions, batch))
         rdma = target.rdma
         until = 0.0
         if rdma is not None and rdma.down_reason is None:
@@ -154,18 +155,31 @@ class RemoteReads:
         assert sinks is not None
         wants: list[Want] = []
         news: dict[int, bytearray] = {}
+        late = functools.partial(batch.late.update, positions)
+        unknown = [position for position in positions if sinks[position] is None]
+        sizes: dict[int, int] = {}
+        if len(unknown) > 1:  # one value of any size would be an exchange of its own
+            call = tcp.sizes([digests[position] for position in unknown], previous=previous, until=until)
+            asked = yield from self._routes.call_tcp(target, tcp, call, late)
+            if not asked:
+                for position in positions:
+                    results[position] = UNAVAILABLE
+                return
+            sizes, until = dict(zip(unknown, asked)), 0.0
         for position in positions:
             sink = sinks[position]
             if sink is None:
-                wants.append((digests[position], VALUE_BYTES_MAX, _room_in(news, position)))
+                most = max(1, sizes.get(position, VALUE_BYTES_MAX))
+                wants.append((digests[position], most, _room_in(news, position)))
             else:
                 most = min(len(sink), VALUE_BYTES_MAX)  # a buffer for a value in parts has more
                 wants.append((digests[position], most, _fitting(sink, host_view(sink))))
-        call = tcp.fetch(wants, previous=previous, until=until, kind=self.kind)
-        answers = yield from self._routes.call_tcp(target, tcp, call, lambda: batch.late.update(positions))
+        fetched = tcp.fetch(wants, previous=previous, until=until, kind=self.kind)
+        answers = yield from self._routes.call_tcp(target, tcp, fetched, late)
         if not answers:
             for position in positions:
                 results[position] = UNAVAILABLE
+        grown: list[int] = []
         for position, (status, length, crc, flags) in zip(positions, answers):
             if (flags ^ self.kind) & ENTRY_LARGE and status in _LOOKED_AT:
                 results[position] = self.other_kind()
@@ -179,10 +193,14 @@ class RemoteReads:
                     results[position] = MISS
                 else:
                     results[position] = bytes(news[position]) if sink is None else length
+            elif status == Status.TOO_LARGE and position in sizes:  # it was put meanwhile
+                grown.append(position)
             elif status == Status.TOO_LARGE:
                 results[position] = misfit(length, sinks[position])
             elif previous or not unresolved.by_status(position, status, length | crc << 32):
                 results[position] = UNAVAILABLE if status == Status.UNAVAILABLE else MISS
+        for position in grown:
+            yield from self._fetch(target, tcp, [position], batch, unresolved, previous, 0.0)
 
     def _fetch_ranges(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: Batch, unresolved: Unresolved,

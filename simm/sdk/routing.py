@@ -42,11 +42,11 @@ from ..ipc.patience import Patience
 from ..ipc.session import WorkerSession
 from ..ipc.steps import Steps
 from ..ipc.tally import Tallies
-from ..net.allowance import allowed, at_most, tries_within
+from ..net.allowance import allowed, at_most, free_within, tries_within
 from ..wire import messages as M
 from .manager_link import Subscription
 from .path import ClientContext, ClientRdma, PathState
-from .worker_path import TICK_S, Target
+from .worker_path import TICK_S, Connections, Target
 
 if TYPE_CHECKING:
     from .ops.epochs import ClientEpoch
@@ -95,47 +95,6 @@ class RouteTable:
         return 0 if self.map is None else self.map.since[shard]
 
 
-class _Connections:
-    """The targets of a router. Its background thread closes them if the router goes without :meth:`Router.close`.
-
-    An arena's grants are its process's until a session returns them, so an engine that drops one client after another
-    would come to hold all of them. A finalizer must not do that: it runs wherever the collector does, within locks too.
-    """
-
-    __slots__ = ("context", "draining", "targets")
-
-    def __init__(self, context: ClientContext) -> None:
-        self.context = context
-        self.targets: dict[tuple[str, int, int], Target] = {}
-        #: Those that the newest map does not name, and until when they stay open.
-        self.draining: list[tuple[float, Target]] = []
-
-    def close(self, patience_s: float, *, clean: bool) -> None:
-        """Close every connection, within a deadline, however many workers are stopped.
-
-        ``patience_s``: for calls of other threads that use the RDMA devices.
-        """
-        until = time.monotonic() + self.context.options.deadline_s
-
-        def end(target: Target, clean: bool) -> None:
-            with at_most((until - time.monotonic()) / 2):  # so that something is left for those that answer
-                target.close(clean=clean)
-
-        with contextlib.ExitStack() as each:  # from the last to the first, the others too if one is interrupted
-            each.callback(self._close_devices, patience_s)
-            for _, target in self.draining:
-                each.callback(end, target, False)
-            for target in self.targets.values():
-                each.callback(end, target, clean)
-
-    def _close_devices(self, patience_s: float) -> None:
-        close = self.context.rdma.close
-        if not close(patience_s):
-            log.warning("RDMA devices stay open until the calls of other threads that are still using them have ended")
-            with contextlib.suppress(RuntimeError):  # no more threads: they stay open to the process's end
-                threading.Thread(target=_close_when_gone, args=(close,), name="simm-rdma-close", daemon=True).start()
-
-
 class Router:
     """The shard map, the targets and the background threads.
 
@@ -157,7 +116,7 @@ class Router:
         #: The target of all shards if there is only one: batches then need no grouping.
         self.sole: Target | None = None
         self.targets: dict[tuple[str, int, int], Target] = {}
-        self._connections = _Connections(self.context)
+        self._connections = Connections(self.context)
         self._wake = Wake()
         #: What else the background thread calls, every ``TICK_S`` at least.
         self._tick = tick
@@ -252,6 +211,8 @@ class Router:
 
     def await_map(self, epoch: int, until: float) -> bool:
         """Wait for a map of another epoch, until ``until`` (monotonic seconds); return whether it came."""
+        if not free_within(self._map_lock, until - time.monotonic()):
+            return False
         return self._map_changed.wait_for(lambda: self.epoch != epoch or self._closed, until)
 
     def wake(self) -> None:
@@ -273,10 +234,16 @@ class Router:
         COMPANY.look()
         targets = list(self.targets.values())
         for target in targets:
-            try:
-                target.maintain(now)
-            except Exception:  # the other targets have arenas to drop, too
-                log.exception("maintaining %r", target)
+            self._do(target, target.watch, now)
+        for target in targets:
+            if target.session is None:
+                self._do(target, target.maintain, now)
+        # Silent workers on this host cost one deadline together: sessions begin no exchange then, and break by none.
+        with Patience(self.deadline_s) as patience:
+            for target in targets:
+                if target.session is not None:
+                    patience.has_time_for(target)
+                    self._do(target, target.maintain, now)
         waiting = [target for target in targets if target.wants_connection(now)]
         if self._ahead and targets:
             new = [target for target in targets if target.state is PathState.NEW]
@@ -293,12 +260,20 @@ class Router:
             with self._map_lock:
                 over = [target for until, target in held.draining if now >= until]
                 held.draining = [(until, target) for until, target in held.draining if now < until]
-            for target in over:
-                target.close(clean=False)
+            with at_most(self.deadline_s / 2):
+                for target in over:
+                    target.close(clean=False)
         self.context.rdma.tidy()
         self.context.tallies.release_ended()
         self._tick()
         return not self._closed
+
+    def _do(self, target: Target, work: Callable[[float], None], now: float) -> None:
+        """Do a target's periodic work. The other targets have arenas to drop, too, whatever it raises."""
+        try:
+            work(now)
+        except Exception:
+            log.exception("maintaining %r", target)
 
     def _announce(self, targets: Sequence[Target], now: float) -> None:
         """Log once which cluster this is, and by which path each worker is reached."""
@@ -345,13 +320,7 @@ class Router:
         fork.keep_forever(self)
 
 
-def _close_when_gone(close: Callable[[float], bool]) -> None:
-    """Body of the thread that waits for calls that are still in flight after their client was closed."""
-    while not close(60.0):
-        pass
-
-
-def _maintain(reference: weakref.ref[Router], wake: Wake, connections: _Connections) -> None:
+def _maintain(reference: weakref.ref[Router], wake: Wake, connections: Connections) -> None:
     """Body of the background thread. It ends with its router."""
     while True:
         wake.wait(TICK_S)
@@ -420,7 +389,7 @@ class Routes:
                 try:
                     self.router = router = self._connect(None)
                     try:
-                        router.subscription.await_first_round(router.deadline_s / 2)
+                        router.subscription.await_first_round(allowed(router.deadline_s / 2))
                     finally:  # not before, as other threads would not wait for the map
                         self.route = [] if self.closed else router.route  # closed by a signal's handler
                 except TransportError as exc:
@@ -475,13 +444,22 @@ class Routes:
             raise UsageError("this client is closed")
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until every shard has an owner that this client reaches. Return False when the time is up."""
+        """Wait until every shard has an owner that this client reaches. Return False when the time is up.
+
+        All first attempts go on at the same time. None counts as failed because this wait for it is short.
+        """
         until = time.monotonic() + timeout_s
         while True:
+            if self.router is None:
+                with contextlib.suppress(UsageError), at_most(until - time.monotonic()):  # it may be closed
+                    self.restart()
             router = self.router
             if router is not None and None not in router.route:
                 targets = list(router.targets.values())
-                if targets and all(target.ready() for target in targets) and all(each.settled for each in targets):
+                for target in targets:
+                    if target.fresh:
+                        target.connect_soon()
+                if targets and all(each.path != "down" and each.settled for each in targets):
                     return True
             if time.monotonic() > until:
                 return False
@@ -504,7 +482,7 @@ class Routes:
     def patience(self, began: float | None = None) -> Patience:
         """Return the patience of a call that begins, or has begun (:class:`Patience`)."""
         router = self.router
-        return Patience(DEFAULT_DEADLINE_S if router is None else router.deadline_s, began)
+        return Patience(self._deadline_s if router is None else router.deadline_s, began)
 
     def all_mapped(self) -> bool:
         """Return whether all arenas are mapped here, and no shard is moving by the newest map. O(workers).

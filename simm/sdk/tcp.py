@@ -13,9 +13,7 @@ connection that it can do without.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 import logging
 import math
 import socket
@@ -25,7 +23,7 @@ from functools import partial
 from typing import Any, Final
 
 from ..arena.layout import ENTRY_LARGE
-from ..constants import RANGES_MAX, VALUE_BYTES_MAX
+from ..constants import VALUE_BYTES_MAX
 from ..errors import DeadlineError, PeerError, TransportError
 from ..host.buffers import RELEASE_BYTES, Ranges
 from ..host.parts import views_of
@@ -37,6 +35,7 @@ from ..wire import messages as M
 from ..wire.group_messages import joined
 from ..wire.hello import client_hello
 from ..wire.messages import Status
+from .batch import EXCHANGE_KEYS, by_bytes, chunks
 from .path import ClientContext, Path, PathState
 
 log = logging.getLogger("simm.client")
@@ -46,9 +45,6 @@ POOL_MAX: Final = 8
 #: How often a value is requested that changes while it is sent. On a busy machine one that others overwrite may do so
 #: in several transfers running. After so many, and at the deadline, it is a miss.
 ATTEMPTS: Final = 8
-#: Bytes that one FETCH or STORE carries at most, so that a deadline means the same at every batch size.
-EXCHANGE_BYTES: Final = 64 << 20
-EXCHANGE_KEYS: Final = 1024
 #: Ranges that are each below RELEASE_BYTES are received together, up to about so many bytes.
 TOGETHER_BYTES: Final = 256 << 10
 _IOV_MAX: Final = 512
@@ -101,6 +97,8 @@ class TcpPath(Path):
         self._open = 0
         self._wanted = 1
         self._further_at = 0.0
+        #: Whether a call waits for a connection, as none was idle.
+        self._lacks = False
 
     def __repr__(self) -> str:
         return f"<TcpPath {self.host}:{self.port} idle={len(self._idle)}>"
@@ -116,6 +114,14 @@ class TcpPath(Path):
     def greet(self) -> None:
         """Update ``welcome`` by a new connection. Raises TransportError, Refused."""
         self.give(self._make(time.monotonic() + self.deadline_s))
+
+    def _one_idle(self, until: float) -> Steps[float]:
+        """Wait for an idle connection, which a thread makes, however many are lent. Return as ``attempt_over``."""
+        if not self._idle:
+            self._lacks = True
+            self.connect_soon()
+            until = yield from self.attempt_over(until)
+        return until
 
     def take(self, until: float) -> Channel:
         with contextlib.suppress(IndexError):
@@ -148,15 +154,17 @@ class TcpPath(Path):
     def give(self, channel: Channel) -> None:
         with self._lock:
             if not channel.broken and self.state is not _CLOSED and len(self._idle) < POOL_MAX:
+                self._note_ready()
                 self._idle.append(channel)
                 return
         self._end(channel)
 
-    def take_out(self, until: float) -> Channel:
+    def take_out(self, until: float) -> Steps[Channel]:
         """Take a connection that is used for one thing only until :meth:`put_back`. It may also just be dropped.
 
         One that the server has closed is replaced, and all idle ones with it.
         """
+        until = yield from self._one_idle(until)
         channel = self.take(until)
         try:
             channel.poll_pushes()  # finds what the server has closed
@@ -165,7 +173,8 @@ class TcpPath(Path):
             if not isinstance(exc, TransportError):
                 raise
             self._drop_idle()
-            channel = self._make(until)
+            until = yield from self._one_idle(until)
+            channel = self.take(until)
         with self._lock:
             self._open -= 1
         return channel
@@ -205,12 +214,12 @@ class TcpPath(Path):
 
     def _make_further(self, wanted: int) -> None:
         """Make connections in a thread, until ``wanted`` are open."""
-        self._wanted = wanted = min(wanted, POOL_MAX)
-        if self._open < wanted and time.monotonic() >= self._further_at:
+        self._wanted = max(self._wanted, min(wanted, POOL_MAX))
+        if self._open < self._wanted and time.monotonic() >= self._further_at:
             self.connect_soon()
 
     def _needed(self) -> bool:
-        return self._open < self._wanted
+        return self._open < self._wanted or (self._lacks and not self._idle)
 
     def _no_thread(self, reason: str) -> None:
         log.debug("no further connection to %s:%d: %s", self.host, self.port, reason)
@@ -218,14 +227,15 @@ class TcpPath(Path):
 
     def _attempt(self) -> None:
         try:
-            while self._open < self._wanted and self.state is not _CLOSED:
+            while self._needed() and self.state is not _CLOSED:
+                self._lacks = False
                 self.give(self._make(time.monotonic() + self.deadline_s))
         except PeerError as exc:  # those that there are suffice
             log.debug("no further connection to %s:%d: %s", self.host, self.port, exc)
             self._further_at = time.monotonic() + FURTHER_AGAIN_S
         finally:
             with self._lock:
-                self.connecting = False
+                self.connecting, self._wanted = False, 1
                 self._changed.notify_all()
 
     def _exchange(
@@ -244,6 +254,8 @@ class TcpPath(Path):
                 channel = lent.pop()
                 channel.bound(until)
             else:
+                if lent is None:
+                    until = yield from self._one_idle(until)
                 channel = self.take(until)
             sent = False
             try:
@@ -282,14 +294,15 @@ class TcpPath(Path):
         def at(part: Sequence[int]) -> Callable[[Channel], Steps[list[Any]]]:
             return lambda channel: body(channel, part)
 
+        until = yield from self._one_idle(min(until or math.inf, time.monotonic() + allowed(self.deadline_s)))
         with self._further(len(positions), sum([sizes[position] for position in positions])) as lent:
-            parts = _by_bytes(positions, sizes, 1 + len(lent))
-            if len(parts) == 1:
-                answers = yield from self._exchange(at(positions), until, lent, once=once)
-                return list(zip(positions, answers))
-            until = min(until or math.inf, time.monotonic() + allowed(self.deadline_s))
-            works = [self._exchange(at(part), until, lent, once=once) for part in parts]
-            every = yield from side_by_side(works)
+            parts = by_bytes(positions, sizes, 1 + len(lent))
+            if len(parts) > 1:
+                until = min(until, time.monotonic() + allowed(self.deadline_s))
+                works = [self._exchange(at(part), until, lent, once=once) for part in parts]
+                every = yield from side_by_side(works)
+        if len(parts) == 1:
+            every = [(yield from self._exchange(at(positions), until, once=once))]
         return [pair for part, answers in zip(parts, every) for pair in zip(part, answers)]
 
     # -- operations, in steps ----------------------------------------------------------------------
@@ -361,7 +374,8 @@ class TcpPath(Path):
                 if (flags ^ kind) & ENTRY_LARGE:
                     target = _nowhere
                 yield from receive_large(channel, number, target(length))
-        return (yield from judged(channel, number, fetched.entries))
+        last = any(most for _, most, _ in wants)  # who asks for sizes has more to do
+        return (yield from judged(channel, number, fetched.entries, last=last))
 
     def store(self, entries: Sequence[Entry], until: float = 0.0) -> Steps[list[int]]:
         """Store values; return a Status for each. ``until`` as in fetch. What may be stored is not sent again."""
@@ -431,9 +445,9 @@ class TcpPath(Path):
             for status, length, crc, flags in answers
         ]
 
-    def sizes(self, digests: Sequence[bytes]) -> Steps[list[int]]:
-        """Return each value's size: 0 for a miss, -1 if it is not known. No value is sent."""
-        answers = yield from self.fetch([(digest, 0, _nowhere) for digest in digests])
+    def sizes(self, digests: Sequence[bytes], *, previous: bool = False, until: float = 0.0) -> Steps[list[int]]:
+        """Return each value's size: 0 for a miss, -1 if it is not known. No value is sent. The rest as in fetch."""
+        answers = yield from self.fetch([(digest, 0, _nowhere) for digest in digests], previous=previous, until=until)
         return [
             min(length, VALUE_BYTES_MAX) if status == Status.TOO_LARGE
             else -1 if status in (Status.PREVIOUS, Status.WRONG_OWNER) else 0
@@ -510,9 +524,9 @@ def receive_ranges(
     return (yield from judged(channel, number, fetched.entries))
 
 
-def judged(channel: Channel, number: int, entries: Sequence[Any]) -> Steps[list[Got]]:
-    """Wait for the verdict on values that have been received."""
-    yield ChannelWait(channel, number, last=True)
+def judged(channel: Channel, number: int, entries: Sequence[Any], *, last: bool = True) -> Steps[list[Got]]:
+    """Wait for the verdict on values that have been received. ``last``: nothing else is left to be done."""
+    yield ChannelWait(channel, number, last=last)
     verdict = channel.result(channel.wait(number))
     if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(entries):
         channel.fail("the server sent no verdict")
@@ -567,32 +581,3 @@ def _receive_small(channel: Channel, views: Sequence[memoryview], size: int) -> 
 def _repeats(entries: Sequence[Entry]) -> bool:
     """Return True if a key comes twice. Its last value must stay, so all go by one connection."""
     return len({entry[0] for entry in entries}) < len(entries)
-
-
-def _by_bytes(positions: Sequence[int], sizes: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Share positions out into at most ``count`` runs of about as many bytes. None is empty."""
-    if count == 1:
-        return [positions]
-    ends = list(itertools.accumulate(sizes[position] for position in positions))
-    cuts = [0, *(bisect.bisect_left(ends, ends[-1] * each / count) + 1 for each in range(1, count)), len(positions)]
-    return [positions[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
-
-
-def chunks(sizes: Sequence[tuple[int, int]], ranges: Callable[[int], int] | None = None) -> list[list[int]]:
-    """Return positions in runs of at most EXCHANGE_KEYS keys and about EXCHANGE_BYTES bytes.
-
-    ``ranges`` returns how many ranges a position has; a run has RANGES_MAX at most.
-    """
-    chunks: list[list[int]] = []
-    total = count = 0
-    for position, size in sizes:
-        more = 0 if ranges is None else ranges(position)
-        if (
-            not chunks or len(chunks[-1]) >= EXCHANGE_KEYS or total + size > EXCHANGE_BYTES or count + more > RANGES_MAX
-        ):  # fmt: skip
-            chunks.append([])
-            total = count = 0
-        chunks[-1].append(position)
-        total += size
-        count += more
-    return chunks

@@ -30,6 +30,7 @@ import functools
 import logging
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from typing import TYPE_CHECKING, Final
 from ..arena.reader import ONE_SIDED, ArenaReader
 from ..errors import PeerError, RemoteProtocolError, SegmentError, TransportError
 from ..ipc.session import NotTrusted, WorkerSession
-from ..net.allowance import allowed, tries_within
+from ..net.allowance import allowed, at_most, free_within, tries_within
 from ..net.channel import Refused
 from ..wire.messages import PathBit, Status, WorkerInfo
 from .path import ClientContext, Heartbeat, Path, PathState, arena_closed
@@ -322,11 +323,16 @@ class Target(Path):
                 else:
                     self._no_shm = reason
                     self._set_up()
-                    self._end_outage(f"answers again, by {self.path}")
+                    self._look_at_path()
             self._changed.notify_all()
 
     def lost(self, reason: str) -> None:
-        """Close the session if it is broken. Operations fail at once until the background has reconnected."""
+        """Close the session if it is broken. Operations fail at once until the background has reconnected.
+
+        In a signal's handler that has interrupted one who has the lock, this does nothing, after a deadline at most.
+        """
+        if not self._free():
+            return
         try:
             with self._lock:
                 if self.session is None or not self.session.broken:
@@ -337,7 +343,9 @@ class Target(Path):
             self._close_left()
 
     def tcp_lost(self, path: TcpPath, reason: str) -> None:
-        """Close a TCP path whose exchange failed, and the RDMA path with it."""
+        """Close a TCP path whose exchange failed, and the RDMA path with it. In a handler as :meth:`lost`."""
+        if not self._free():
+            return
         try:
             with self._lock:
                 if self.tcp is not path:
@@ -346,6 +354,9 @@ class Target(Path):
                 self._lose(reason)
         finally:
             self._close_left()
+
+    def _free(self) -> bool:
+        return free_within(self._lock, self._context.options.deadline_s)  # whatever the call has left: to tell of it
 
     def _leave_session(self, *, clean: bool) -> None:
         """Have :meth:`_close_left` close the session. The lock is held."""
@@ -379,11 +390,24 @@ class Target(Path):
         """Go down. Warn once for each outage, however many operations and attempts meet it."""
         if self.state is PathState.CLOSED:
             return
+        self._set_down(reason)
+        self._begin_outage(reason)
+
+    def _begin_outage(self, reason: str) -> None:
         level = logging.WARNING if self._out_since is None else logging.DEBUG
         if self._out_since is None:
             self._out_since = time.monotonic()
-        self._set_down(reason)
         log.log(level, "%s/%d is down, its puts fail and its gets may miss: %s", *self.key[:2], reason)
+
+    def _look_at_path(self) -> None:
+        """End the outage of a target that is connected, or begin one while all of its values need RDMA, which is down.
+
+        The lock is held.
+        """
+        if self.path != "down":
+            self._end_outage(f"answers again, by {self.path}")
+        elif self._out_since is None:
+            self._begin_outage(self.reason)
 
     def _end_outage(self, how: str) -> None:
         since, self._out_since = self._out_since, None
@@ -403,9 +427,10 @@ class Target(Path):
                 session.maintain()
             except PeerError as exc:
                 self.lost(str(exc))
+        self.watch(now)
+        self._close_left()
         reader = self.reader
         if reader is not None:
-            self._watch_heartbeat(reader, now)
             until = now + TICK_S / 2
             while reader.populate_some() and time.monotonic() < until:
                 pass
@@ -415,6 +440,10 @@ class Target(Path):
                 rdma.connect_soon()
             else:
                 rdma.maintain(now)
+        if tcp is not None and not self.bulk:
+            with self._lock:
+                if self.tcp is tcp:
+                    self._look_at_path()
 
     def wants_connection(self, now: float) -> bool:
         """Return whether it is time for another attempt: to reconnect, or to find a better path."""
@@ -424,7 +453,11 @@ class Target(Path):
             return self.backoff.due(now)
         return self.session is None and now >= self._upgrade_at
 
-    def _watch_heartbeat(self, reader: ArenaReader, now: float) -> None:
+    def watch(self, now: float) -> None:
+        """Drop the arena once its worker has closed it or has died. Makes no exchange."""
+        reader = self.reader
+        if reader is None:
+            return
         self._heartbeat.seen(reader.heartbeat, now)
         gone = arena_closed(reader.state)
         if not gone and self.session is None and self._heartbeat.stale(now):
@@ -432,13 +465,10 @@ class Target(Path):
         if not gone:
             return
         log.info("%s has gone", reader.name)
-        try:
-            with self._lock:
-                if self.reader is reader:
-                    self.reader = None
-                    self._leave_session(clean=False)
-        finally:
-            self._close_left()
+        with self._lock:
+            if self.reader is reader:
+                self.reader = None
+                self._leave_session(clean=False)
         self._context.refresh()
 
     def close(self, *, clean: bool = True) -> bool:
@@ -461,3 +491,50 @@ class Target(Path):
         if self.session is not None:
             with contextlib.suppress(OSError):
                 self.session.channel.sock.close()
+
+
+class Connections:
+    """The targets of a router. Its background thread closes them if the router goes without :meth:`Router.close`.
+
+    An arena's grants are its process's until a session returns them, so an engine that drops one client after another
+    would come to hold all of them. A finalizer must not do that: it runs wherever the collector does, within locks too.
+    """
+
+    __slots__ = ("context", "draining", "targets")
+
+    def __init__(self, context: ClientContext) -> None:
+        self.context = context
+        self.targets: dict[tuple[str, int, int], Target] = {}
+        #: Those that the newest map does not name, and until when they stay open.
+        self.draining: list[tuple[float, Target]] = []
+
+    def close(self, patience_s: float, *, clean: bool) -> None:
+        """Close every connection, within a deadline, however many workers are stopped.
+
+        ``patience_s``: for calls of other threads that use the RDMA devices.
+        """
+        until = time.monotonic() + self.context.options.deadline_s
+
+        def end(target: Target, clean: bool) -> None:
+            with at_most((until - time.monotonic()) / 2):  # so that something is left for those that answer
+                target.close(clean=clean)
+
+        with contextlib.ExitStack() as each:  # from the last to the first, the others too if one is interrupted
+            each.callback(self._close_devices, patience_s)
+            for _, target in self.draining:
+                each.callback(end, target, False)
+            for target in self.targets.values():
+                each.callback(end, target, clean)
+
+    def _close_devices(self, patience_s: float) -> None:
+        close = self.context.rdma.close
+        if not close(patience_s):
+            log.warning("RDMA devices stay open until the calls of other threads that are still using them have ended")
+            with contextlib.suppress(RuntimeError):  # no more threads: they stay open to the process's end
+                threading.Thread(target=_close_when_gone, args=(close,), name="simm-rdma-close", daemon=True).start()
+
+
+def _close_when_gone(close: Callable[[float], bool]) -> None:
+    """Body of the thread that waits for calls that are still in flight after their client was closed."""
+    while not close(60.0):
+        pass

@@ -72,6 +72,9 @@ class FakeClient(Client):
         self._prefixes = StorePrefixes(self._gets, self._hasher, Speeds())
         self.store._epochs.join(self._epoch, self._prefixes, LOCK)
 
+    def _manifest_look(self, puts: Puts) -> None:
+        """Return that there is nothing else to look with."""
+
     def _manifest_paths(self) -> tuple[Gets, Puts, None]:
         routes, shm = self._routes, ShmPut(self._copier, self.checksum)
         gets = StoreManifestGets(self.store, routes, self._copier, self.checksum, self._counters)

@@ -150,6 +150,11 @@ class StorePins(ArenaPins):
                 scatter(ranges, value, address_of(value), 0, self._copier)
                 results[number] = 1
 
+    def drop(self, positions: Sequence[int]) -> None:
+        """Release some values before the others."""
+        for position in positions:
+            self.views.pop(position, None)
+
     def end(self) -> None:
         self.views.clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ...constants import RANGES_MAX
 from ...errors import Code, UsageError
 from ..ops.kv_memory import BlockView, PartedViews, ViewRanges, complain
 from ..ops.pins import Pins, Want
@@ -129,7 +130,13 @@ class PinnedKeys:
         if wrong:
             self._refuse(count, "a range of all values is (offset, length, views), with %d views", count)
             return [_INVALID] * count
-        return self.mget_ranges(range(count), lists)
+        results = self.mget_ranges(range(count), [each[:RANGES_MAX] for each in lists])
+        for start in range(RANGES_MAX, len(ranges), RANGES_MAX):
+            left = [at for at, length in enumerate(results) if length >= 0]
+            more = self.mget_ranges(left, [lists[at][start : start + RANGES_MAX] for at in left])
+            for at, length in zip(left, more):
+                results[at] = length
+        return results
 
     def _position(self, key: Any) -> int | None:
         if isinstance(key, str):

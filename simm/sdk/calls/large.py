@@ -120,11 +120,12 @@ class LargeCalls:
                 from ..large.values import Large
 
                 gets, puts, replicas = self._manifest_paths()
+                look = self._manifest_look(puts)
             except UNLOADABLE:
                 return cast("Large", _NoLarge(self._counters))
             self._made_large = Large(
                 self._gets, self._puts, self._replicas, gets, puts, replicas, self._counters,
-                put_once=self._options.replicas == 2, deadline_s=self._options.deadline_s,
+                put_once=self._options.replicas == 2, deadline_s=self._options.deadline_s, look=look,
             )  # fmt: skip
         return self._made_large
 
@@ -140,6 +141,19 @@ class LargeCalls:
         from ..ops.replicas import Replicas
 
         return gets, puts, Replicas(self._routes, gets, puts, self._counters)
+
+    def _manifest_look(self, puts: Puts) -> Callable[[Sequence[bytes], Sequence[Any]], list[Any]] | None:
+        """Return what reads manifests that nobody has asked a value of. Nobody sees what it counts."""
+        from ...ipc.tally import Tallies
+        from ..large.kinds import ManifestLooks
+
+        own = dict.fromkeys(self._counters, 0)
+        gets = ManifestLooks(self._routes, self._copier, self.checksum, own, None, Tallies())
+        if self._replicas is None:
+            return gets.read_many
+        from ..ops.replicas import Replicas
+
+        return Replicas(self._routes, gets, puts, own).read
 
     def put_mixed(self, digests: Sequence[bytes], sources: Sequence[Any], if_absent: bool | None = None) -> list[int]:
         """Do ``put_digests`` for values of which some must be stored in parts."""

@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...arena.layout import ENTRY_LARGE
+from ...arena.reader import ArenaReader, Unsettled
 from ...cluster.lookup import Unresolved
 from ...host.buffers import Span
 from ...ipc.grant_pool import GrantTuple, RoomWait
 from ...ipc.put import ShmPut
 from ...ipc.session import WorkerSession
 from ...ipc.steps import Steps
-from ..batch import UNAVAILABLE, Batch, PutBatch
+from ...wire.status import Status
+from ..batch import LARGE, MISS, UNAVAILABLE, Batch, PutBatch
 from ..reads import Gets
 from ..remote_reads import RemoteReads
 from ..tcp import TcpPath
@@ -30,6 +32,9 @@ class RemoteManifestReads(RemoteReads):
     kind = ENTRY_LARGE
 
     def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+        return self.read_tcp(target, positions, batch)
+
+    def read_uncounted(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
         return self.read_tcp(target, positions, batch)
 
     def read_tcp(
@@ -56,6 +61,57 @@ class ManifestGets(Gets):
         super().__init__(*arguments)
         #: No entry is delivered without a look at its flags.
         self.plain = frozenset()
+
+
+class RemoteManifestLooks(RemoteManifestReads):
+    """The same for :class:`ManifestLooks`. A server counts only what has a manifest, which alone is read."""
+
+    def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+        tcp = target.tcp
+        if tcp is None:
+            return (yield from self.read_tcp(target, positions, batch))
+        call = tcp.resolve_misses([batch.digests[position] for position in positions], False)
+        answers = yield from self._routes.call_tcp(target, tcp, call, lambda: batch.late.update(positions))
+        left: list[int] = []
+        for position, (status, flags) in zip(positions, answers or [(int(Status.UNAVAILABLE), 0)] * len(positions)):
+            if status == Status.OK and not flags & ENTRY_LARGE:
+                batch.results[position] = LARGE
+            elif status in (Status.NOT_FOUND, Status.UNAVAILABLE):
+                batch.results[position] = MISS if status == Status.NOT_FOUND else UNAVAILABLE
+            else:
+                left.append(position)
+        return (yield from self.read_tcp(target, left, batch)) if left else Unresolved()
+
+
+class ManifestLooks(ManifestGets):
+    """Looks for manifests that nobody has asked a value of: not counted, and no value in an arena is younger for them.
+
+    Make it with counters and tallies of its own.
+    """
+
+    remote_kind = RemoteManifestLooks
+
+    def _read_in(
+        self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, slots: Any
+    ) -> Unresolved:
+        unresolved = Unresolved()
+        for position in positions:
+            digest = batch.digests[position]
+            got = self._copy(reader, batch, position, reader.confirm)
+            if got == MISS:
+                try:
+                    changing = reader.locate(digest) is not None
+                except Unsettled:
+                    changing = True
+                if changing:  # it is read from a pin, as a get would
+                    got = self.read(target, digest, (batch.sinks or ())[position])
+                else:
+                    unresolved.by_word(position, reader.shard_word(digest))
+            batch.results[position] = got
+        return unresolved
+
+    def _settle(self, target: Target, left: Unresolved, batch: Batch) -> None:
+        self._resolve(target, batch, left)
 
 
 class ShmManifestPut(ShmPut):

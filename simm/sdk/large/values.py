@@ -104,12 +104,14 @@ class Large:
         gets, puts, replicas: the client's.
         manifest_gets, manifest_puts: the same for manifests.
         manifest_replicas: the same for both copies of manifests; None without replicas.
+        look: reads manifests that nobody has asked a value of, which counts nothing; None: as the others.
         put_once: a put of a key that is stored stores nothing, and succeeds.
     """
 
     def __init__(
         self, gets: Gets, puts: Puts, replicas: Replicas | None, manifest_gets: Gets, manifest_puts: Puts,
         manifest_replicas: Replicas | None, counters: dict[str, int], *, put_once: bool, deadline_s: float,
+        look: _Read | None = None,
     ) -> None:  # fmt: skip
         self._gets = gets
         self._counters = counters
@@ -122,6 +124,7 @@ class Large:
         self._delete: Callable[..., list[int]] = (replicas or puts).delete
         self._keep: Callable[[Sequence[bytes], int, int], list[int]] = (replicas or puts).keep
         self._read_manifests: _Read = manifest_gets.read_many if manifest_replicas is None else manifest_replicas.read
+        self._look_manifests: _Read = look or self._read_manifests
         self._put_manifests: _Put = (manifest_replicas or manifest_puts).put
         self._manifest_copies = manifest_replicas
 
@@ -138,14 +141,17 @@ class Large:
     # -- manifests ----------------------------------------------------------------------------------
 
     def manifest(self, digest: bytes) -> Manifest | None:
-        """Return the manifest under a key, None if there is none."""
-        return self.manifests([digest])[0]
+        """Return the manifest under a key, None if no copy of its entry is one."""
+        manifest, got = self._found(digest, self._read_manifests)
+        if got is LARGE and self._manifest_copies is not None:  # this copy is an ordinary value
+            return self._in_force(digest).first()
+        return manifest
 
-    def _found(self, digest: bytes) -> tuple[Manifest | None, Any]:
+    def _found(self, digest: bytes, read: _Read | None = None) -> tuple[Manifest | None, Any]:
         """Return the manifest under a key, None if there is none; and the answer, LARGE if an ordinary value is there
         instead."""
         room = bytearray(MANIFEST_BYTES)
-        got = self._read_manifests([digest], [memoryview(room)])[0]
+        got = (read or self._look_manifests)([digest], [memoryview(room)])[0]
         return _decoded(digest, room, got), got
 
     def _in_force(self, digest: bytes) -> _InForce:
@@ -162,10 +168,14 @@ class Large:
             any(got == UNAVAILABLE for _, got in found),
         )
 
-    def manifests(self, digests: Sequence[bytes]) -> list[Manifest | None]:
-        """Return the manifest under each key, None where there is none. One exchange with each worker elsewhere."""
+    def manifests(self, digests: Sequence[bytes], *, asked: bool = False) -> list[Manifest | None]:
+        """Return the manifest under each key, None where there is none. Two exchanges with each worker elsewhere.
+
+        ``asked``: for their values, so they count as gets.
+        """
         rooms = [bytearray(MANIFEST_BYTES) for _ in digests]
-        got = self._read_manifests(digests, [memoryview(room) for room in rooms])
+        read = self._read_manifests if asked else self._look_manifests
+        got = read(digests, [memoryview(room) for room in rooms])
         return [_decoded(*each) for each in zip(digests, rooms, got)]
 
     def drop(self, digest: bytes, manifest: Manifest, until: float = 0.0) -> None:

@@ -16,6 +16,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -392,8 +393,14 @@ class NearGets(Gets):
 
     def __init__(self, options: ClientOptions, routes: Routes, copier: Copier, *arguments: Any) -> None:
         super().__init__(routes, copier, *arguments)
-        # By its name at each call: while the client traces it is another one.
-        self.near = Near(routes, copier, options, self.counters, lambda *arguments: self._near_copy(*arguments))
+        # Weakly: a reference cycle would keep the router, and its arenas, of a client that was dropped.
+        mine = weakref.ref(self)
+
+        def copy_of(*arguments: Any) -> Answer:
+            gets = mine()
+            return MISS if gets is None else gets._near_copy(*arguments)  # while the client traces it is another one
+
+        self.near = Near(routes, copier, options, self.counters, copy_of)
         remote = self._remote
         assert isinstance(remote, NearReads)
         remote.near = self.near

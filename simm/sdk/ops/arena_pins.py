@@ -32,15 +32,19 @@ class ArenaPins:
         self._check = check
         #: By position: where the value begins in the data, its digest, and what a read must confirm or check, if any.
         self.values: dict[int, tuple[int, bytes, Located | Checked | None]] = {}
+        #: What was to be pinned, and the pin of each, 0 for none.
+        self.positions: Sequence[int] = ()
         self._pins: list[int] = []
+        self._session: WorkerSession | None = None
         self._finalizer: weakref.finalize[..., ArenaPins] | None = None
 
     def take_pins(self, session: WorkerSession, pins: list[int], ends: Iterator[Callable[[], None]]) -> None:
         """Own these pins of a session from now on, and the copy that the caller has begun at it.
 
-        ``ends``: how that ends, as for ``View.pinned``. If this raises, the caller does it, or this does.
+        ``pins``: of each of ``positions``, 0 for none. ``ends``: how that copy ends, as for ``View.pinned``. If this
+        raises, the caller does it, or this does.
         """
-        self._pins = pins
+        self._session, self._pins = session, pins
         self._finalizer = weakref.finalize(self, _unpin, session, self.reader, pins, ends)
         self._finalizer.atexit = False
 
@@ -105,6 +109,16 @@ class ArenaPins:
         self.reader.touch(found.slot)
         return self.reader.confirm_previous(digest, found.slot, found.seq)
 
+    def drop(self, positions: Sequence[int]) -> None:
+        """Release some values before the others. Nothing reads them."""
+        some = set(positions)
+        for at, (position, pin) in enumerate(zip(self.positions, self._pins)):
+            if position in some:
+                self.values.pop(position, None)
+                if pin and self._session is not None:
+                    self._session.unpin_later(pin)
+                    self._pins[at] = 0
+
     def end(self) -> None:
         """Release the values. Nothing reads them any more."""
         if self._finalizer is not None:
@@ -126,6 +140,7 @@ def _unpin(
 ) -> None:  # fmt: skip
     """Release pins. A finalizer: no lock, no I/O. ``_reader`` kept the mapping until now."""
     for pin in pins:
-        session.unpin_later(pin)
+        if pin:
+            session.unpin_later(pin)
     for end in ends:
         end()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import mmap
 import operator
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,16 +37,29 @@ log = logging.getLogger("simm.kv")
 _COMPLAIN_S: Final = 10.0
 
 
-#: When each text was logged last, so that none keeps another one out of the log.
+#: What differs between two mistakes of one kind: keys and other quoted text, addresses, and numbers.
+_VARYING: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|0x[0-9a-f]+|\d+")
+#: Kinds of mistakes that are remembered at most.
+_KINDS_MAX: Final = 256
+#: When each kind was logged last, so that none keeps another one out of the log.
 _complained_at: dict[str, float] = {}
 _ending = False
 
 
 def complain(text: str, *arguments: Any) -> None:
-    """Log a caller's mistake, at most every ``_COMPLAIN_S``."""
+    """Log a caller's mistake, at most every ``_COMPLAIN_S`` for each kind, and that of ``_KINDS_MAX`` kinds."""
+    if _ending:
+        return
     now = time.monotonic()
-    if not _ending and now - _complained_at.get(text, -_COMPLAIN_S) >= _COMPLAIN_S:
-        _complained_at[text] = now
+    kind = _VARYING.sub("", text % arguments)
+    if kind not in _complained_at and len(_complained_at) >= _KINDS_MAX:
+        for other, at in list(_complained_at.items()):
+            if now - at >= _COMPLAIN_S:
+                _complained_at.pop(other, None)
+        if len(_complained_at) >= _KINDS_MAX:
+            return
+    if now - _complained_at.get(kind, -math.inf) >= _COMPLAIN_S:
+        _complained_at[kind] = now
         log.warning(text, *arguments)
 
 

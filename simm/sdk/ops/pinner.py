@@ -96,7 +96,8 @@ class Pinner:
                 return
             for left, copies, _last in self._replicas.rounds(digests):
                 self._hold(_PinBatch(copies, list(left), pins, patience))
-                left[:] = [number for number in left if pins.lengths[number] is None]
+                # Of two copies one may be a value in parts, and the other one an ordinary value: whichever comes first.
+                left[:] = [number for number in left if pins.lengths[number] is None and number not in pins.parted]
 
     def release_all(self) -> None:
         """Release what was pinned, as the client ends: at all servers within one deadline."""
@@ -120,11 +121,11 @@ class Pinner:
         digests = [batch.digests[position] for position in positions]
         # A server that there is no time for is as one that is down: values are held by version.
         in_time = target.session is not None and batch.patience.has_time_for(target)
+        holder.positions = numbers = [batch.numbers[position] for position in positions]
         entries = self._pinned(target, reader, holder, digests, how) if in_time else []
-        if entries and self._check is None and self._take_all(reader, holder, positions, digests, entries, batch):
+        if entries and self._check is None and self._take_all(reader, holder, numbers, digests, entries, batch):
             return unresolved
-        for at, (position, digest) in enumerate(zip(positions, digests)):
-            number = batch.numbers[position]
+        for at, (position, number, digest) in enumerate(zip(positions, numbers, digests)):
             status, flags, length, crc, offset, _pin = entries[at] if entries else (Status.UNAVAILABLE, 0, 0, 0, 0, 0)
             if status == Status.OK:
                 start = offset - reader.data_offset
@@ -148,14 +149,13 @@ class Pinner:
         return unresolved
 
     def _take_all(
-        self, reader: ArenaReader, holder: ArenaPins, positions: Sequence[int], digests: Sequence[bytes],
+        self, reader: ArenaReader, holder: ArenaPins, numbers: Sequence[int], digests: Sequence[bytes],
         entries: Sequence[tuple[int, int, int, int, int, int]], batch: Any,
     ) -> bool:  # fmt: skip
         """Note all values at once, if each is pinned. Return False with nothing done otherwise."""
         statuses, flags, lengths, _, offsets, _ = zip(*entries)
         if statuses.count(Status.OK) < len(statuses) or any(each & ~PINNED_FLAGS for each in set(flags)):
             return False
-        numbers = [batch.numbers[position] for position in positions]
         base = reader.data_offset
         holder.values = dict(zip(numbers, zip([offset - base for offset in offsets], digests, repeat(None))))
         batch.pins.take_all(numbers, holder, lengths)
@@ -178,7 +178,7 @@ class Pinner:
                 if session.closed:
                     raise TransportError("the session was closed")
                 entries = session.pin_many(digests, how)
-                holder.take_pins(session, [entry[5] for entry in entries if entry[5]], ends)
+                holder.take_pins(session, [entry[5] for entry in entries], ends)
                 held = True
             finally:
                 if not held:
@@ -223,7 +223,7 @@ class Pinner:
             with contextlib.suppress(*UNLOADABLE):
                 from .remote_pins import RemotePins  # a client whose workers are all on its host has no need of it
 
-                holder = RemotePins.at(target, self._routes, self._copier, self._check, self.counters)
+                holder = yield from RemotePins.at(target, self._routes, self._copier, self._check, self.counters)
             if holder is None:
                 count = len(positions)
                 self.counters["outages"] += count
@@ -237,6 +237,8 @@ class Pinner:
                 batch.pins.take(batch.numbers[position], holder, length)
             elif status == Status.NOT_FOUND and flags:
                 _note_kind(batch.pins, batch.numbers[position], flags)
+            elif status == Status.NO_SPACE:
+                self.counters["outages"] += 1  # it is stored, and the leases have no room for its version
             elif not how:
                 unresolved.by_status(position, status, epoch)
         return unresolved

@@ -34,7 +34,7 @@ from ...constants import RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
 from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges
 from ...ipc.steps import Steps
-from ...net.allowance import allowed, tries_within
+from ...net.allowance import allowed
 from ..routing import Routes
 from .arena_pins import ArenaPins
 from .parts import (
@@ -100,7 +100,6 @@ class Pins:
         #: Numbers of what has turned out to be in parts, and what holds each of those.
         self.parted: set[int] = set()
         self._parts: dict[int, InParts] = {}
-        self._remote_lock = threading.Lock()
         self._lock = threading.Lock()
         #: An item for each call that reads now.
         self._calls: set[object] = set()
@@ -219,8 +218,9 @@ class Pins:
     def _read_rows(self, rows: Sequence[Rows], at: Mapping[RemotePins, Sequence[int]]) -> list[int | None]:
         """Read the same ranges of values, none of which is on this host."""
         results: list[int | None] = [None] * len(self.keys)
-        visits = [(holder.target, holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()]
-        self._together(visits)
+        self._together(
+            [(holder, len(mine), holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()]
+        )
         return results
 
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
@@ -326,19 +326,17 @@ class Pins:
                 local.setdefault(holder, []).append((place, want))
             elif holder is not None:
                 remote.setdefault(holder, []).append((place, want))
-        try:
-            with self._patience(bool(divided)):
-                if remote:
-                    visits = [(holder.target, self._visit(holder, each, results)) for holder, each in remote.items()]
-                    self._together(visits, lambda: self._read_local(local, results))
-                else:
-                    self._read_local(local, results)
-                for place, number, parts in divided:
-                    if self._parts[number].read(parts):
-                        results[place] = self.lengths[number]
-        except DeviceError as exc:
-            self._failed(exc)
-            return [None] * len(wants)
+        with self._patience(bool(divided)):
+            if remote:
+                self._together(
+                    [(holder, len(each), self._visit(holder, each, results)) for holder, each in remote.items()],
+                    lambda: self._read_local(local, results),
+                )
+            else:
+                self._read_local(local, results)
+            for place, number, parts in divided:
+                if self._parts[number].read(parts):
+                    results[place] = self.lengths[number]
         return results
 
     def problem_of(self, want: Want) -> str:
@@ -358,31 +356,31 @@ class Pins:
         for holder, parts in at.items():
             for wants in rounds_of(parts):
                 got: dict[int, Any] = {}
-                holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
-                self._note(wants, got, results)
+                try:
+                    holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
+                except DeviceError as exc:
+                    self._failed(exc)
+                else:
+                    self._note(wants, got, results)
 
     def _together(
-        self, visits: Sequence[tuple[Any, Steps[None]]], meanwhile: Callable[[], None] = lambda: None
+        self, visits: Sequence[tuple[RemotePins, int, Steps[None]]], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Make these visits to servers at the same time. One thread does at a time."""
-        began = time.monotonic()
-        (got,) = tries_within(self._remote_lock, allowed(self._deadline_s))
-        try:
-            with self._routes.patience() as patience:
-                if got:
-                    patience.together(visits, meanwhile)
-                else:  # another thread waits for a server that does not answer, and this call has waited as long
-                    patience.take_off(time.monotonic() - began)
-                    meanwhile()
-        finally:
-            if got:
-                self._remote_lock.release()
+        """Do work at servers at the same time, for so many values of each lease."""
+        with self._routes.patience() as patience:
+            patience.together(
+                [(holder.target, holder.in_turn(work, count, patience)) for holder, count, work in visits], meanwhile
+            )
 
     def _visit(self, holder: RemotePins, parts: Sequence[tuple[int, Want]], results: list[int | None]) -> Steps[None]:
         for wants in rounds_of(parts):
             got: dict[int, Any] = {}
-            yield from holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
-            self._note(wants, got, results)
+            try:
+                yield from holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
+            except DeviceError as exc:
+                self._failed(exc)
+            else:
+                self._note(wants, got, results)
 
     def _note(self, wants: Mapping[int, tuple[int, Ranges]], got: Mapping[int, Any], results: list[int | None]) -> None:
         for number, (place, _) in wants.items():
@@ -482,6 +480,17 @@ class Pins:
         for number, length in zip(numbers, lengths):
             self._holders[number] = holder
             self.lengths[number] = length
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Give up values: they are misses from now on. No call reads them."""
+        self._addresses = None
+        at: dict[ArenaPins | RemotePins, list[int]] = {}
+        for number in numbers:
+            self.lengths[number] = None
+            if (holder := self._holders[number]) is not None:
+                at.setdefault(holder, []).append(number)
+        for holder, mine in at.items():
+            holder.drop(mine)
 
     def take_parts(self, number: int, held: InParts) -> None:
         """Note what holds a value in parts, once :meth:`settle` was called."""

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -21,16 +24,17 @@ from ...constants import RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import DeadlineError, PeerError, TransportError
 from ...host.buffers import Copier, DeviceCopy, Part, Ranges, address_of
 from ...host.parts import has_device, in_host_memory, scatter
-from ...ipc.steps import Steps
-from ...net.allowance import allowed
+from ...ipc.patience import Patience
+from ...ipc.steps import Polled, Steps
+from ...net.allowance import allowed, tries_within
 from ...net.channel import Channel, ChannelWait
 from ...rpc import batches
 from ...slab import SLOTS_MAX
 from ...wire import messages as M
 from ...wire.messages import Status
-from ..batch import UNAVAILABLE, Batch
+from ..batch import EXCHANGE_BYTES, EXCHANGE_KEYS, UNAVAILABLE, Batch, chunks
 from ..routing import Routes
-from ..tcp import EXCHANGE_BYTES, EXCHANGE_KEYS, PIECE_BYTES, TcpPath, chunks, judged, receive_large, receive_ranges
+from ..tcp import PIECE_BYTES, TcpPath, judged, receive_large, receive_ranges
 from ..worker_path import Target
 from .checked import Check, Checked, bytes_of, packed
 
@@ -41,13 +45,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("simm.client")
 
+#: A lease whose values are read by RDMA alone tells the server so after so many seconds: a quarter of its ``LEASE_S``.
+QUIET_S: Final = 15.0
 #: What PINNED says of a value.
 Entry = tuple[int, int, int, int, int, int, int]
 _NOWHERE: Entry = (Status.UNAVAILABLE, 0, 0, 0, 0, 0, 0)
 
 
 class RemotePins:
-    """The values of one lease. One thread at a time calls it."""
+    """The values of one lease. One thread at a time calls it; those that read do so within :meth:`in_turn`."""
 
     def __init__(
         self, target: Target, path: TcpPath, channel: Channel, routes: Routes, copier: Copier,
@@ -60,6 +66,11 @@ class RemotePins:
         self._copier = copier
         self._check = check
         self.counters = counters
+        self._lock = threading.Lock()
+        #: How many exchanges have begun.
+        self._turns = 0
+        #: When the last exchange with the stream began, monotonic seconds.
+        self._told_at = 0.0
         #: By number: handle, flags, length and crc.
         self._values: dict[int, tuple[int, int, int, int]] = {}
         #: Handles of values that are gone. The server keeps them until it is told.
@@ -70,6 +81,8 @@ class RemotePins:
         self._checked: dict[int, Checked] = {}
         #: By number: what RDMA reads.
         self._versions: dict[int, tuple[bytes, Version]] = {}
+        #: Whether UNPINs have been sent for whose answers nobody waits.
+        self._unasked = False
         #: Of the arena that the stream has pinned in last.
         self._generation = 0
 
@@ -77,13 +90,13 @@ class RemotePins:
     def at(
         cls, target: Target, routes: Routes, copier: Copier, check: Check | None,
         counters: dict[str, int],
-    ) -> RemotePins | None:  # fmt: skip
+    ) -> Steps[RemotePins | None]:  # fmt: skip
         """Return a lease at a server, or None if it cannot be reached."""
         path = target.tcp
         if path is None:
             return None
         try:
-            channel = path.take_out(time.monotonic() + allowed(path.deadline_s))
+            channel = yield from path.take_out(time.monotonic() + allowed(path.deadline_s))
         except PeerError as exc:
             target.tcp_lost(path, str(exc))
             routes.wake()
@@ -117,6 +130,37 @@ class RemotePins:
                         self._versions[value] = digest, (generation, slot, seq, length, crc)
         return entries + [_NOWHERE] * (len(keys) - len(entries))
 
+    def in_turn(self, work: Steps[None], count: int, patience: Patience) -> Steps[None]:
+        """Do work by this lease, for so many values, once no other thread does any.
+
+        A thread that does any is waited for as long as it comes forward. Once it has not for a deadline, the work is
+        left out, which ``patience`` loses this wait for.
+        """
+        got = False
+        turns, waits_s, since, until = -1, 0.0, 0.0, 0.0
+        try:
+            while True:
+                (got,) = tries_within(self._lock, waits_s)
+                if got:
+                    break
+                now = time.monotonic()
+                if now >= until:
+                    if turns == self._turns:
+                        self.counters["outages"] += count
+                        patience.take_off(now - since)
+                        return
+                    turns, since, until = self._turns, now, now + allowed(self._path.deadline_s)
+                over = yield Polled(partial(self._may_look, until), math.inf)
+                waits_s = 0.0 if over else until - time.monotonic()
+            yield from work
+        finally:
+            if got:
+                self._lock.release()
+
+    def _may_look(self, until: float) -> bool:
+        """Return whether the lease is free, or it is that time."""
+        return not self._lock.locked() or time.monotonic() >= until
+
     def read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
         """Read ranges of values; fill in results by number: above 0 for a hit. Raises DeviceError."""
         wants = [want for want in wants if want[0] in self._values]
@@ -132,6 +176,7 @@ class RemotePins:
 
     def _read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
         """Do one exchange of :meth:`read`."""
+        self._turns += 1
         hosted: list[Ranges] = []
         finals: list[Any] = []
         for number, ranges in wants:
@@ -163,6 +208,8 @@ class RemotePins:
             batch = Batch([self._versions[number][0] for number in numbers], hosted)
             versions = [self._versions[number][1] for number in numbers]
             left = yield from read_versions(rdma, batch, versions, self._copier, self.counters)
+            if not left:
+                self._stay()
         answers = (yield from self._fetch(numbers, hosted, left)) if left else {}
         devices: list[DeviceCopy] = []
         for at, number in enumerate(numbers):
@@ -175,6 +222,42 @@ class RemotePins:
                 self._forget(number)  # it is wrong, or had no pin and has changed
         if devices:  # one chain for all, and one wait
             devices[0][0].copy_to_device(devices)
+
+    def _stay(self) -> None:
+        """Tell a stream that has heard nothing in a while that the values are still read, or it would unpin them.
+
+        Nobody waits for its answer: RDMA goes on without it.
+        """
+        now = time.monotonic()
+        if now - self._told_at >= QUIET_S:
+            self._told_at = now
+            self._unpin([])
+
+    def _unpin(self, handles: Sequence[int]) -> None:
+        """Tell the stream to unpin these values. Does not wait for its answer, nor raise for one that is gone."""
+        channel = self._channel
+        if channel.broken:
+            return
+        try:
+            channel.poll_pushes()  # takes in what it has answered since
+            channel.bound(time.monotonic() + self._path.deadline_s)  # there is room for the few bytes that are sent
+            self._unasked = True
+            for part in [*batches(handles)] or [[]]:
+                channel.disown(channel.submit(M.Unpin(part)))
+        except PeerError as exc:
+            log.info("values pinned at %r: %s", self.target, exc)
+            self._close(str(exc))
+        except BaseException:
+            self._close("interrupted")
+            raise
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Release some values before the others. Nothing reads them. Does not raise for a server that is gone."""
+        for number in numbers:
+            self._forget(number)
+        handles, self._gone = self._gone, []
+        if handles:
+            self._unpin(handles)
 
     @property
     def reads_rows(self) -> bool:
@@ -249,9 +332,14 @@ class RemotePins:
 
     def _bound(self) -> None:
         """Begin an exchange. Raises TransportError."""
+        self._turns += 1
         if self._channel.broken:
             raise TransportError(self._channel.broken)
-        self._channel.bound(time.monotonic() + allowed(self._path.deadline_s))
+        if self._unasked:
+            self._unasked = False
+            self._channel.poll_pushes()  # takes in their answers, which would seem to be that to this exchange
+        self._told_at = now = time.monotonic()
+        self._channel.bound(now + allowed(self._path.deadline_s))
 
     @contextlib.contextmanager
     def _failing(self, keys: int) -> Any:

@@ -89,12 +89,12 @@ class TracedGets(Gets):
 class TracedRemoteReads(RemoteReads):
     """Reads by RDMA and TCP, with their segments."""
 
-    def _read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+    def read_uncounted(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
         operation = CURRENT.get()
         if operation is not None:
             traced_tcp(target)
             operation.by(target.path)
-        return (yield from super()._read(target, positions, batch))
+        return (yield from super().read_uncounted(target, positions, batch))
 
     def _by_rdma(self, rdma: RdmaPath, positions: Sequence[int], batch: Batch) -> Steps[tuple[list[int], float]]:
         operation = CURRENT.get()

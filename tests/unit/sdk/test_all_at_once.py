@@ -69,7 +69,10 @@ def hold(node: Node, at_call: Callable[[int], None], after: Callable[[int], None
     def held(real: Callable[..., Any], number: int = 0) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             last = arguments[-1]
-            count = number or len(last if isinstance(last, list) else last[0])  # a message's first field is its keys
+            keys = last if isinstance(last, list) else last[0]  # a message's first field is its keys
+            if isinstance(last, M.Fetch):
+                keys = [key for key, most in keys if most]  # where sizes are asked for, the values follow
+            count = number or len(keys)
             at_call(count)
             answer = real(*arguments)
             after(count)

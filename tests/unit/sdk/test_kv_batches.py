@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from simm.constants import RANGES_MAX, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, Store
 from simm.sdk.calls.kv_pins import PinnedKeys
+from simm.sdk.ops import kv_memory
 from simm.testing import FakeClient
 from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.kv_values import content, filled
@@ -116,6 +118,61 @@ def test_a_layer_of_many_ranges(client: FakeClient) -> None:
         assert pins.read(ranges[1:]) == [100, 100, int(Code.GET_FAILED)]
         rooms = [Block(1).view() for _ in range(3)]
         assert pins.read([(0, 1, rooms)]) == [100, 100, int(Code.GET_FAILED)]
+
+
+def test_a_wrong_key_costs_a_layer_of_many_ranges_its_own_values(client: FakeClient) -> None:
+    assert client.put_many(["a", "b"], [b"a" * 100, b"b" * 50]) == [True] * 2
+    store = store_of(client)
+    room = np.zeros((2 * RANGES_MAX + 1, 4), np.uint8)
+    start = room.__array_interface__["data"][0]
+    ranges = [(0, 1, [BlockView.from_buffer(start + 4 * at + key, 1) for key in range(4)]) for at in range(len(room))]
+    with store.mpin(["a", "", "b", "no"]) as pins:
+        assert pins.read(ranges) == [100, WRONG, 50, int(Code.GET_FAILED)]
+        assert room.tobytes() == b"a\0b\0" * len(room)
+        beyond = (70, 1, ranges[0][2])
+        assert pins.read([*ranges[1:], beyond]) == [100, WRONG, int(Code.GET_FAILED), int(Code.GET_FAILED)]
+
+
+def test_no_mistake_keeps_one_of_another_kind_out_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_memory, "_complained_at", {})
+    problems = ("the key 'a' is bad", "the key 'b' is bad", "the memory is read-only", "too few: 3", "too few: 4")
+    for problem in problems:
+        kv_memory.complain("invalid argument: %s", problem)
+    assert [each.getMessage().removeprefix("invalid argument: ") for each in caplog.records] == [
+        "the key 'a' is bad", "the memory is read-only", "too few: 3"
+    ]  # fmt: skip
+    for number in range(1000):
+        kv_memory.complain("a" * number)
+    assert len(kv_memory._complained_at) <= 256
+
+
+@pytest.mark.parametrize("text", ["<BlockView of 99 bytes at {:#x}>", "the key 'it\\'s {:x}' is bad", 'and "\\"{:x}"'])
+def test_neither_an_address_nor_a_key_makes_a_kind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """An engine that gets into pages of read-only memory would fill the log."""
+    monkeypatch.setattr(kv_memory, "_complained_at", {})
+    for number in range(1000):
+        kv_memory.complain("invalid argument: %s", text.format(0x7F3C1A2B0000 + number * 4096))
+    assert len(caplog.records) == 1
+
+
+def test_where_there_are_too_many_kinds_those_that_are_known_stay_limited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(kv_memory, "_complained_at", {})
+    monkeypatch.setattr(kv_memory, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for _ in range(2):
+        for number in range(1000):
+            kv_memory.complain("a" * (number + 1))
+    assert len(caplog.records) == 256
+    clock.now += 11
+    kv_memory.complain("b")
+    kv_memory.complain("a")
+    assert len(caplog.records) == 258, "old ones have made room"
 
 
 def test_pinned_values(parts: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -365,13 +365,13 @@ def test_a_manifest_that_cannot_be_read_is_not_taken_for_anothers(
     client = FakeClient(replicas=2)
     large = client._large
     seen: list[bytes] = []
-    read = large._read_manifests
+    read = large._look_manifests
 
     def unread(digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Any]:
         seen.extend(digests)
         return read(digests, sinks) if len(seen) < 2 else [NoValue.UNAVAILABLE]
 
-    monkeypatch.setattr(large, "_read_manifests", unread)
+    monkeypatch.setattr(large, "_look_manifests", unread)
     assert client.put("k", OLD) and len(seen) == 2
     monkeypatch.undo()
     assert client.get("k") == OLD, "the parts of a value that is stored are not dropped"

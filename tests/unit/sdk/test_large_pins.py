@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from simm.arena.hashing import shard_of
 from simm.client import Client
 from simm.errors import UsageError
+from simm.ipc.steps import Steps
+from simm.net.channel import Channel
 from simm.sdk.large import pinned as pinned_module
 from simm.sdk.large.manifest import Manifest
 from simm.sdk.ops.pins import Pins
+from simm.sdk.tcp import TcpPath
 from simm.server.stream_get import Leases
+from simm.testing import FakeClient
 from simm.wire.messages import Status
 from tests.support.client_values import pattern
+from tests.support.cluster_clients import WAIT_S
 from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.small_limits import MOST, PART, small_limits
 from tests.support.waiting import wait_until
@@ -99,17 +106,44 @@ def test_a_part_that_is_missing_is_a_miss_of_the_whole(cluster: FakeCluster, pat
     wait_until(lambda: pinned(cluster) == 0, "all pins are released")
 
 
+def test_a_part_that_is_missing_is_a_miss_of_the_whole_at_a_fake_client() -> None:
+    with small_limits():
+        client = FakeClient()
+        assert client.put_many(["one", "two"], [pattern(SIZE, 1), pattern(SIZE, 2)]) == [True] * 2
+        digest = client.digest("one")
+        manifest = client._large.manifest(digest)
+        assert manifest is not None and client._puts.delete([manifest.digest(digest, 20)]) == [Status.OK]
+        with client.pin(["one", "two"]) as pins:
+            assert pins.lengths == [None, SIZE] and whole(pins, "two") == pattern(SIZE, 2)
+
+
 def test_control_a_value_that_lacks_a_part(
     cluster: FakeCluster, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def takes_all(large: Any, pinner: Any, key: str, digest: bytes) -> Any:
-        manifest = large.manifest(digest)
-        names = manifest.digests(digest)
-        return pinned_module.PinnedParts(manifest, pinner.pin([key] * len(names), names))
-
-    monkeypatch.setattr(pinned_module, "_held", takes_all)
+    monkeypatch.setattr(pinned_module.PinnedParts, "whole", True)
     with pytest.raises(AssertionError):
         test_a_part_that_is_missing_is_a_miss_of_the_whole(cluster, path)
+
+
+def test_values_in_parts_share_the_leases_of_a_call(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had a connection of its own to each server, and many of them took all of an engine's descriptors."""
+    client = stored(cluster, "tcp")
+    client.pin(["one"]).release()
+    made: list[TcpPath] = []
+    take_out = TcpPath.take_out
+
+    def counted(self: TcpPath, until: float) -> Steps[Channel]:
+        made.append(self)
+        return take_out(self, until)
+
+    monkeypatch.setattr(TcpPath, "take_out", counted)
+    keys = [f"large {number}" for number in range(6)]
+    assert client.put_many(keys, [pattern(SIZE, number) for number in range(6)]) == [True] * 6
+    with client.pin([*keys, "small", "gone"]) as pins:
+        assert pins.lengths == [SIZE] * 6 + [99, None]
+        assert [whole(pins, key) for key in keys] == [pattern(SIZE, number) for number in range(6)]
+        assert len(made) <= 2 * 2, "one at each server for the keys, and one for the parts"
+    wait_until(lambda: pinned(cluster) == 0, "all pins are released")
 
 
 def test_parts_without_room_are_held_by_their_versions(
@@ -168,6 +202,63 @@ def test_a_server_that_does_not_tell_leaves_a_miss(cluster: FakeCluster, monkeyp
         assert pins.lengths == [None, 99]
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_silent_server_costs_the_values_with_parts_there_alone(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Its parts are pinned with those of the others, which are whole."""
+    client = cluster.client(path="tcp", deadline_s=1.0)
+    keys = [key for key in map("k{}".format, range(64)) if shard_of(client.digest(key)) % 2][:3]
+    there, digest_of = client.digest(keys[place]), Manifest.digest
+
+    def digest(self: Manifest, key: bytes, index: int) -> bytes:
+        """All but that value have all their parts at the second server."""
+        name = digest_of(self, key, index)
+        return name if key == there else bytes([name[0] | 1]) + name[1:]
+
+    monkeypatch.setattr(Manifest, "digest", digest)
+    assert client.put_many(keys, [pattern(SIZE, number) for number in range(3)]) == [True] * 3
+    stopped, go, real = cluster.nodes[0].stream.stream.leases, threading.Event(), Leases.take
+
+    def take(self: Leases, *details: Any, **more: Any) -> Any:
+        if self is stopped:
+            go.wait(WAIT_S)
+        return real(self, *details, **more)
+
+    monkeypatch.setattr(Leases, "take", take)
+    try:
+        with client.pin(keys) as pins:
+            assert pins.lengths == [None if number == place else SIZE for number in range(3)]
+            for number in {0, 1, 2} - {place}:
+                assert whole(pins, keys[number]) == pattern(SIZE, number)
+    finally:
+        go.set()
+    wait_until(lambda: pinned(cluster) == 0, "all pins are released")
+
+
+@pytest.mark.parametrize("most", [30, 50, 1000])
+def test_a_bounded_number_of_parts_is_pinned_together(
+    cluster: FakeCluster, path: str, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A forged manifest may name 4,096 parts, and a call may be for thousands of values."""
+    monkeypatch.setattr(pinned_module, "PARTS_ASKED", most)
+    client = stored(cluster, path)
+    keys = [f"large {number}" for number in range(4)]
+    assert client.put_many(keys, [pattern(SIZE, number) for number in range(4)]) == [True] * 4
+    asked: list[int] = []
+    pin = client._pinner.pin
+
+    def counted(names: Sequence[str], digests: Sequence[bytes]) -> Pins:
+        asked.append(len(digests))
+        return pin(names, digests)
+
+    monkeypatch.setattr(client._pinner, "pin", counted)
+    with client.pin(keys) as pins:
+        assert [whole(pins, key) for key in keys] == [pattern(SIZE, number) for number in range(4)]
+    assert asked == [4, *{30: [21] * 4, 50: [42] * 2, 1000: [84]}[most]]
+    wait_until(lambda: pinned(cluster) == 0, "all pins are released")
+
+
 def test_they_end_with_the_client(cluster: FakeCluster, path: str) -> None:
     client = stored(cluster, path)
     reader = cluster.client(path=path)
@@ -178,3 +269,39 @@ def test_they_end_with_the_client(cluster: FakeCluster, path: str) -> None:
         whole(pins, "one")
     wait_until(lambda: pinned(cluster) == 0, "all pins are released")
     del client
+
+
+# -- copies of different kinds -------------------------------------------------------------------------------
+
+
+def different(cluster: FakeCluster, path: str) -> Client:
+    """Return a client whose reads begin with the first copy of "one". That is a value in parts, the second copy an
+    ordinary value, as two puts at once may leave them.
+    """
+    client = cluster.client(path=path, replicas=2)
+    assert client.put("one", pattern(SIZE, 1)) and client._replicas is not None
+    client._replicas._random = lambda: 0.0
+    second = client._replicas.second(client.digest("one"))
+    assert second is not None and client._puts.store([second], [memoryview(b"x" * 99)]) == [Status.OK]
+    return client
+
+
+def test_of_two_copies_of_different_kinds_one_alone_is_pinned(cluster: FakeCluster, path: str) -> None:
+    """Reads went to both: of the ordinary value, at offsets that it does not have, or with its bytes for a hit."""
+    client = different(cluster, path)
+    misses = client.counters["misses"]
+    with client.pin(["one"]) as pins:
+        assert pins.lengths == [SIZE] and whole(pins, "one") == pattern(SIZE, 1)
+        assert pins._holders == [None]
+        assert client.counters["misses"] >= misses
+
+
+def test_a_value_in_parts_is_found_whichever_copy_is_asked_first(cluster: FakeCluster, path: str) -> None:
+    """Each read of the manifest may begin with the other copy, which is an ordinary value."""
+    client = different(cluster, path)
+    copies = client._large._manifest_copies
+    assert copies is not None
+    copies._random = lambda: 0.9
+    assert client.get("one") == pattern(SIZE, 1)
+    with client.pin(["one"]) as pins:
+        assert pins.lengths == [SIZE]

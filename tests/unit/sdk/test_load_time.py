@@ -177,6 +177,26 @@ def test_what_counts_for_an_estimate(
     assert client.load_ms([]) == 0.0 and not counted
 
 
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_looks_for_manifests_count_nothing(cluster: FakeCluster, path: str) -> None:
+    """A client that has met a value in parts looks for manifests in each estimate and delete: of all keys."""
+    client = cluster.client(path)
+    keys = [f"k{number}" for number in range(8)]
+    assert client.put_many(keys, [bytes(100)] * 8) == [True] * 8
+    client._counters["large"] = 1
+
+    def gets() -> list[int]:
+        stats = client.stats()
+        served = [node.stream.stream.counted.as_json() for node in cluster.nodes]
+        return [stats["hits"], stats["misses"], hash(str(served)) if path == "tcp" else 0]
+
+    client.load_ms(["absent"])  # which makes what looks
+    before = gets()
+    client.load_ms([*keys, "absent"])
+    assert gets() == before
+    assert client._large.manifest(client.digest("absent")) is None and gets() != before, "control: a get's look counts"
+
+
 def test_a_key_that_is_moving_counts_as_the_others(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is not known at the new owner."""
     client = cluster.client("shm")

@@ -244,3 +244,27 @@ def test_hello_is_a_part_of_a_managers_share(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TransportError, match="HELLO"):
         advance([1], epochs.CONNECT_S + 0.1)
     assert not managers.asked
+
+
+@pytest.mark.parametrize("addresses", [1, 2, 4, 10])
+def test_silent_managers_cost_a_new_client_no_more_than_its_time(
+    monkeypatch: pytest.MonkeyPatch, addresses: int
+) -> None:
+    """A round that had begun went on to its end: ten of them took 20 s of 5. Each has its share of the time."""
+    now, tried = [100.0], list[tuple[int, float]]()
+    subscription = Subscription([("127.0.0.1", 1 + number) for number in range(addresses)], 30.0, "", lambda _map: True)
+
+    def silent(_host: str, port: int, seconds: float, *_: object) -> Channel:
+        now[0] += seconds
+        tried.append((port, seconds))
+        raise DeadlineError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: now[0])
+        patch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+        patch.setattr(Channel, "tcp", silent)
+        with pytest.raises(TransportError, match="no manager answers"):
+            subscription.connect(5.0)
+    assert now[0] <= 105.0 + addresses * manager_link.LEAST_S
+    assert {port for port, seconds in tried[:addresses] if seconds >= 0.5 - 1e-9} == set(range(1, 1 + addresses))
+    subscription.close()

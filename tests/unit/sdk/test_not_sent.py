@@ -237,13 +237,13 @@ def dies_before_its_answer(
     answers: list[list[int]] = []
     real = Stream._mutate
 
-    def mutate(self: Stream, peer: Any, msg: Any, items: list[Any]) -> list[int]:
+    def mutate(self: Stream, peer: Any, msg: Any) -> list[int]:
         first = not answers
-        answers.append(real(self, peer, msg, items) if carried_out or not first else [])
+        answers.append(real(self, peer, msg) if carried_out or not first else [])
         if first:
             then()
             peer.sock.shutdown(socket.SHUT_RDWR)
-        return answers[-1] or [Status.OK] * len(items)
+        return answers[-1] or [Status.OK] * len(msg[0])
 
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "_mutate", mutate)

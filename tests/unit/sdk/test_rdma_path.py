@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import threading
 import time
@@ -19,7 +20,7 @@ from simm.errors import DeadlineError, TransportError, UsageError
 from simm.kv import BlockView, Store, deregister_mr, register_mr, set_flag
 from simm.rdma import registration
 from simm.rdma.api import Absence, FabricError
-from simm.sdk import rdma_connection
+from simm.sdk import rdma_connection, worker_path
 from simm.sdk.batch import NoValue
 from simm.sdk.rdma_connection import RdmaConnection
 from simm.sdk.tcp import TcpPath
@@ -273,6 +274,37 @@ def test_a_path_that_is_not_named_is_not_used(monkeypatch: pytest.MonkeyPatch) -
         worker = only.stats()["workers"][0]
         assert (worker["path"], worker["reason"]) == ("tcp", "path=tcp was asked for")
         assert [len(fabric.rails) for fabric in cluster.fabrics] == [1]  # opened by the one that needs it
+
+
+def test_an_outage_of_rdma_is_one_warning_and_its_end_another_where_there_is_no_other_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each put failed without one, and after an outage of the server it was said to answer again, "by down"."""
+
+    def said() -> list[str]:
+        messages = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+        return [each for each in messages if " is down, its puts fail" in each or " answers again" in each]
+
+    monkeypatch.setattr(worker_path, "UPGRADE_S", (0.0, 0.0))
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        stream = cluster.node.stream.stream
+        stream.rdma_port = 0
+        client = cluster.client("rdma")
+        assert not client.put("k", b"value")
+        target = next(iter(client._router.targets.values()))  # type: ignore[union-attr]
+        target.tcp_lost(target.tcp, "for a test")  # type: ignore[arg-type]
+        wait_until(lambda: target.tcp is not None, "TCP is back, without RDMA")
+        assert ["RDMA: the server offers none" in each for each in said()] == [True], said()
+        stream.rdma_port = cluster.node.endpoint.port
+        wait_until(lambda: len(said()) == 2, "RDMA is up")
+        assert " answers again, by rdma, after " in said()[1] and client.put("k", b"value")
+        monkeypatch.setattr(target.rdma, "wants_connection", lambda _now: False)
+        target.rdma.drop("for a test")  # type: ignore[union-attr]
+        wait_until(lambda: len(said()) == 3, "that is an outage, too")
+        assert "RDMA: for a test" in said()[2] and not client.put("k", b"other")
+        monkeypatch.delattr(target.rdma, "wants_connection")
+        wait_until(lambda: len(said()) == 4, "RDMA is back")
+        assert " answers again, by rdma, after " in said()[3]
 
 
 def test_why_not_rdma(monkeypatch: pytest.MonkeyPatch) -> None:

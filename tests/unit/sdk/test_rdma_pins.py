@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ from simm.rdma.remote_arena import CachedEntry
 from simm.sdk.ops import remote_pins
 from simm.sdk.ops.rdma_ranges import VersionReading
 from simm.sdk.path import PathState
-from simm.server.stream_get import Leases
+from simm.server.stream_get import Lease, Leases
 from simm.slab import SLOTS_MAX
 from tests.support.client_checks import check_staging
+from tests.support.cluster_clients import WAIT_S
 from tests.support.dose import dosed
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
 from tests.support.invariants import InvariantViolation
@@ -140,6 +144,60 @@ def test_by_rdma_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             assert writer.put("k", value_of("k", 2, SIZE))
             assert read(pins) is None
             assert client.counters["rdma_gets"] == 1
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_lease_that_rdma_reads_alone_does_not_lapse(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    """The stream hears nothing of such reads. It took the client for one that is stopped, a minute after the pin."""
+    take = Leases.take
+    leases: list[Lease] = []
+
+    def taken(self: Leases, lease: Lease, *arguments: Any, **more: Any) -> list[Any]:
+        leases.append(lease)
+        return take(self, lease, *arguments, **more)
+
+    monkeypatch.setattr(Leases, "take", taken)
+    monkeypatch.setattr(remote_pins, "QUIET_S", -1.0 if quiet else math.inf)
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = filled(cluster, "rdma,tcp")
+        until_rdma(client)
+        with client.pin(["k"]) as pins:
+            (lease,) = leases
+            lease.used_at = 0.0
+            assert read(pins) == 1 and client.counters["rdma_gets"] == 1
+            if quiet:
+                wait_until(lambda: lease.used_at > 0.0, "it is told")
+            assert (lease.used_at > 0.0) is quiet, "it is told now and then, not with each read"
+            assert read(pins) == 1
+
+
+def test_a_stream_that_does_not_hear_so_takes_nothing_of_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a read waited for its answer, and closed the path with its connections by RDMA when none came."""
+    go, release = threading.Event(), Leases.release
+    told: list[Sequence[int]] = []
+
+    def released(self: Leases, lease: Lease, numbers: Sequence[int]) -> int:
+        told.append(numbers)
+        go.wait(WAIT_S)
+        return release(self, lease, numbers)
+
+    monkeypatch.setattr(Leases, "release", released)
+    monkeypatch.setattr(remote_pins, "QUIET_S", -1.0)
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = filled(cluster, "rdma,tcp", deadline_s=1.0)
+        until_rdma(client)
+        try:
+            with client.pin(["k"]) as pins:
+                assert [read(pins) for _ in range(3)] == [1] * 3
+                wait_until(lambda: told == [[]], "the stream is told, and answers nothing")
+                assert [worker["path"] for worker in client.stats()["workers"]] == ["rdma"]
+                go.set()
+                wait_until(lambda: len(told) == 3, "the stream goes on")
+                path_of(client).close()
+                assert read(pins) == 1, "by TCP, beside the answers for which nobody has waited"
+        finally:
+            go.set()
+        assert client.stats()["outages"] == 0
 
 
 def test_issue_values_without_a_checksum_come_by_rdma_to_clients_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from simm.arena.hashing import Hasher, shard_of
 from simm.constants import RANGES_MAX
-from simm.errors import DeadlineError, TransportError
+from simm.errors import DeadlineError, DeviceError, TransportError
 from simm.host.buffers import Copier
 from simm.ipc.patience import Patience
+from simm.ipc.steps import Steps, finish
 from simm.net.allowance import ALLOWANCE
+from simm.sdk.ops.arena_pins import ArenaPins
 from simm.sdk.ops.pinner import Pinner
 from simm.sdk.ops.pins import Pins
 from simm.sdk.ops.remote_pins import RemotePins
@@ -114,7 +116,8 @@ class Server:
         if path is self.tcp:
             self.tcp = None
 
-    def take_out(self, _until: float) -> Lease:
+    def take_out(self, _until: float) -> Steps[Any]:
+        yield from ()
         return Lease(self)
 
     def put_back(self, _lease: Lease) -> None: ...
@@ -231,7 +234,7 @@ def held(routes: Any, servers: Sequence[Server]) -> Pins:
     pins = Pins([str(number) for number in range(len(servers))], routes, Copier(1), lambda _: None, DEADLINE_S)
     for number, server in enumerate(servers):
         target: Any = server
-        holder = RemotePins.at(target, routes, Copier(1), None, dict.fromkeys(NAMES, 0))
+        holder = finish(RemotePins.at(target, routes, Copier(1), None, dict.fromkeys(NAMES, 0)))
         assert holder is not None
         holder._values[number], holder._versions[number] = (1, 0, 100, 0), (bytes(16), (1, 0, 0, 100, 0))
         pins.take(number, holder, 100)
@@ -269,16 +272,30 @@ class Locked:
         self.tried = 0
 
     def acquire(self, _blocking: bool, timeout: float) -> bool:
-        self.tried += 1
-        self.clock.now += timeout
+        if timeout > 0.0:
+            self.tried += 1
+            self.clock.now += timeout
         return False
+
+    def locked(self) -> bool:
+        return True
+
+    def release(self) -> None: ...
+
+
+def lock(pins: Pins, number: int, taken: Locked) -> RemotePins:
+    """Let another thread use the lease of a value; return that."""
+    holder = pins._holders[number]
+    assert isinstance(holder, RemotePins)
+    holder._lock = taken  # type: ignore[assignment]
+    return holder
 
 
 def test_values_in_parts_that_another_thread_waits_for_cost_one_deadline(clock: Clock) -> None:
     routes = Routes([Server(clock)])
     values = [held(routes, routes.servers) for _ in range(5)]
     for value in values:
-        value._remote_lock = Locked(clock)  # type: ignore[assignment]
+        lock(value, 0, Locked(clock))
     began = clock.now
     assert in_parts(routes, values).read([(0, 10, np.zeros((5, 10), np.uint8))]) == [None] * 5
     assert clock.now - began <= DEADLINE_S + 1e-9
@@ -314,11 +331,53 @@ def test_runs_of_ranges_have_one_deadline(clock: Clock, kind: str, monkeypatch: 
 def test_runs_of_ranges_wait_once_for_another_thread(clock: Clock) -> None:
     routes = Routes([Server(clock)])
     pins = held(routes, routes.servers)
-    lock: Any = Locked(clock)
-    pins._remote_lock = lock
+    taken = Locked(clock)
+    lock(pins, 0, taken)
     began = clock.now
     assert pins.read(many_ranges(1, 4)) == [None]
-    assert clock.now - began <= DEADLINE_S + 1e-9 and lock.tried == 1
+    assert clock.now - began <= DEADLINE_S + 1e-9 and taken.tried == 1
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each read of rows bring them."""
+
+    def read_rows(_: Any, numbers: Sequence[int], _rows: Any, lengths: Any, results: list[int | None]) -> Any:
+        for number in numbers:
+            results[number] = lengths[number]
+        yield from ()
+
+    monkeypatch.setattr(RemotePins, "read_rows", read_rows)
+
+
+@pytest.mark.usefixtures("answered")
+def test_a_lease_that_another_thread_has_costs_its_own_values_alone(clock: Clock) -> None:
+    """That thread waits for a server that is silent. There was one lock for all servers."""
+    routes = Routes([Server(clock), Server(clock)])
+    pins = held(routes, routes.servers)
+    holder = lock(pins, 0, Locked(clock))
+    began = clock.now
+    assert pins.read([(0, 10, np.zeros((2, 10), np.uint8))]) == [None, 100]
+    assert clock.now - began <= DEADLINE_S + 1e-9 and holder.counters["outages"] == 1
+
+
+@pytest.mark.usefixtures("answered")
+def test_a_thread_that_comes_forward_is_waited_for(clock: Clock) -> None:
+    """It reads as much as it likes from a server that answers. After a deadline it was a miss that nobody counted."""
+    routes = Routes([Server(clock)])
+    pins = held(routes, routes.servers)
+
+    class Busy(Locked):
+        """A lock that another thread has for several exchanges."""
+
+        def acquire(self, blocking: bool, timeout: float) -> bool:
+            super().acquire(blocking, timeout)
+            holder._turns += 1
+            return self.tried > 3
+
+    holder = lock(pins, 0, Busy(clock))
+    assert pins.read([(0, 10, np.zeros((1, 10), np.uint8))]) == [100]
+    assert holder.counters["outages"] == 0
 
 
 def test_a_lease_that_is_gone_counts_once_for_all_runs(clock: Clock) -> None:
@@ -328,3 +387,33 @@ def test_a_lease_that_is_gone_counts_once_for_all_runs(clock: Clock) -> None:
     assert isinstance(holder, RemotePins)
     assert pins.read(many_ranges(1, 4)) == [None]
     assert holder.counters["outages"] == 1
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "here"])
+def test_a_gpu_that_fails_costs_the_values_of_one_holder_alone(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It ended the exchanges of all others, and so their leases."""
+    routes = Routes([Server(clock) for _ in range(3)])
+    pins = held(routes, routes.servers)
+    failed: list[DeviceError] = []
+    pins._failed = failed.append
+    here: Any = ArenaPins.__new__(ArenaPins)
+    pins._holders[2] = here
+    bad = here if where == "here" else pins._holders[0]
+
+    def read(holder: Any, wants: Any, results: dict[int, Any]) -> None:
+        if holder is bad:
+            raise DeviceError("an illegal address")
+        results.update((number, 1) for number, _ in wants)
+
+    def read_remote(holder: Any, wants: Any, results: dict[int, Any]) -> Any:
+        yield from ()
+        read(holder, wants, results)
+
+    monkeypatch.setattr(ArenaPins, "read", read)
+    monkeypatch.setattr(RemotePins, "read", read_remote)
+    wants: list[Any] = [[(0, 10, row)] for row in np.zeros((3, 10), np.uint8)]
+    assert pins.get_ranges_many(range(3), wants) == ([100, 100, None] if bad is here else [None, 100, 100])
+    assert len(failed) == 1
+    assert not any(each._channel.broken for each in pins._holders if isinstance(each, RemotePins))

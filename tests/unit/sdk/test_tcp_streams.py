@@ -18,8 +18,9 @@ from simm.ipc.steps import Steps, finish, side_by_side
 from simm.net.channel import Channel, ChannelWait
 from simm.net.peer import Peer
 from simm.sdk import tcp as tcp_module
+from simm.sdk.batch import by_bytes
 from simm.sdk.path import PathState
-from simm.sdk.tcp import POOL_MAX, TcpPath, _by_bytes
+from simm.sdk.tcp import POOL_MAX, TcpPath
 from simm.server.stream import Stream
 from simm.wire import messages as M
 from simm.wire.messages import Status
@@ -105,7 +106,7 @@ def test_shares_are_all_of_it_in_order_and_about_equal(seed: int) -> None:
     sizes = [rng.choice([0, 1, 4096, rng.randrange(1 << 20), 1 << 24]) for _ in range(rng.randint(1, 40))]
     positions = sorted(rng.sample(range(len(sizes)), rng.randint(1, len(sizes))))
     count = rng.randint(1, 8)
-    parts = _by_bytes(positions, sizes, count)
+    parts = by_bytes(positions, sizes, count)
     assert [position for part in parts for position in part] == positions
     assert len(parts) <= count and all(parts)
     of_all = [sizes[position] for position in positions]
