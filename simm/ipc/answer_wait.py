@@ -74,7 +74,7 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
 
     Another thread that has the session may have taken it in meanwhile: then it needs no lock.
     """
-    frames = session.frames
+    frames, lock = session.frames, session.lock  # once: of a session that is timed, each look is a call
     until = time.monotonic() + allowed(session.deadline_s)
     while ticket not in frames:
         left = until - time.monotonic()
@@ -83,14 +83,14 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
         for got in session.tries:  # noqa: B007 -- see net/allowance.py
             break
         if not got and left > 0.0:
-            (got,) = tries_within(session.lock, min(left, _LOOK_S))
+            (got,) = tries_within(lock, min(left, _LOOK_S))
         if got:
             try:
                 if ticket not in frames and session.broken:
                     raise TransportError(session.broken)
                 session.frame_locked(ticket, items)
             finally:
-                session.lock.release()
+                lock.release()
         elif left <= 0.0:
             raise DeadlineError("deadline passed while another thread waited for the worker")
     return session.result(ticket)  # without the lock: no interrupt comes between this and what its caller notes

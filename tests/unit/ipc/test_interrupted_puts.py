@@ -14,6 +14,7 @@ import pytest
 from simm.errors import PeerError
 from simm.host.buffers import Copier
 from simm.ipc import put
+from simm.ipc.answer_wait import take
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
@@ -188,6 +189,24 @@ def test_issue_no_interrupt_loses_what_an_answer_brings(
 
     assert everywhere(lambda: call(session), check, ANSWERS) > 10
     assert whole > 5
+    session.close()
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_issue_a_traced_wait_that_is_interrupted_frees_the_session(worker: WorkerThread, ring: bool) -> None:
+    """To look up the lock, which is that of the session behind the stand-in, is a call that can be interrupted."""
+    session = worker.session(ring=ring)
+
+    def wait() -> None:
+        take(traced(session), session.submit(M.Exists([KEY])))
+
+    def check() -> None:
+        nonlocal session
+        assert not session.lock.locked()
+        session.close(clean=False)
+        session = worker.session(ring=ring)
+
+    assert everywhere(wait, check, ("simm.ipc.answer_wait", "simm.sdk.tracing.stand_ins")) > 10
     session.close()
 
 
