@@ -422,11 +422,11 @@ class Blocks:
     def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:
         """Take blocks away that have no alias: of every space that the event may mean. Others may ask in between."""
         keys = np.unique(np.array(event.hashes, np.uint64))
-        where = source.said(event.where)
-        for ids in source.holders.parts(where, rank, max(1, _SEARCHES // max(1, len(keys)))):
+        meant, looks = source.holders.meant(source.said(event.where), rank)
+        self._give_way(looks)  # whatever was found
+        for ids in source.holders.parts(meant, max(1, _SEARCHES // max(1, len(keys)))):
             self._lower(source, self._held.find_each(keys, ids), tier)
             self._give_way(len(keys) * len(ids))
-        self._give_way(len(source.holders) if where.salt is None else 0)  # looked at, with blocks or without
 
     def _give_way(self, searches: int) -> None:
         """Let go of the lock for a moment after so many searches, unless a caller has it too."""

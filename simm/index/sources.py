@@ -198,10 +198,14 @@ class Holders(OrderedDict[_HolderName, Holder]):
         self.room = max(HOLDERS_MIN, 2 * (len(self) - len(found)))
         return found
 
-    def meant(self, where: Where, rank: int) -> list[Holder]:
-        """Return those that an event may mean. O(those of the tenant, salt and owner that it names)."""
-        trees = [self._tree]
+    def meant(self, where: Where, rank: int) -> tuple[list[Holder], int]:
+        """Return those that an event may mean, and at how much this looked.
+
+        O(those of the tenant, salt and owner that it names).
+        """
+        trees, looks = [self._tree], 0
         for said in (where.tenant, where.salt, where.owner):
+            looks += len(trees)
             if said is None:
                 trees = [below for tree in trees for below in tree.values()]
             else:
@@ -210,14 +214,14 @@ class Holders(OrderedDict[_HolderName, Holder]):
             each for tree in trees for each in tree.values()
             if rank == each.rank and where.group == each.group and each.space.agrees(where)
         ]  # fmt: skip
-        return found
+        return found, looks + sum(map(len, trees))
 
-    def parts(self, where: Where, rank: int, most: int) -> Iterator[Owners]:
-        """Yield the identifiers of those with blocks that an event may mean, so many at a time.
+    def parts(self, meant: Sequence[Holder], most: int) -> Iterator[Owners]:
+        """Yield the identifiers of those of ``meant`` with blocks, so many at a time.
 
         Those that are removed between two parts are left out.
         """
-        meant = [each for each in self.meant(where, rank) if each.blocks]
+        meant = [each for each in meant if each.blocks]
         for at in range(0, len(meant), most):
             yield np.array([each.id for each in meant[at : at + most] if self.get(each.name) is each], np.uint32)
 

@@ -296,11 +296,11 @@ class Servers:
 
     def _forget_pools(self) -> None:
         """Forget what servers share: a removal may be missing."""
+        self._removals.clear()
+        self._floor = self._requests
         for pool in self._pools.values():
             pool.placements.clear()
             self._index.clear(pool.source)
-        self._removals.clear()
-        self._floor = self._requests
 
     def _apply(self, server: Server, head: Head) -> None:
         if head.event_type in OTHERS:
