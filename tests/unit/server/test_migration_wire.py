@@ -227,7 +227,7 @@ BITMAP = bitmap_of([1, 2])
         (M.Role.CLIENT, M.Finish(5, BITMAP)), (M.Role.STREAM, M.Adopt(5, BITMAP, BITMAP)),
         (M.Role.STREAM, M.Finish(5, BITMAP)), (M.Role.MOVER, M.Shards(9, b"", b"")),
         (M.Role.SUPERVISOR, M.Adopt(5, BITMAP, BITMAP)), (M.Role.SUPERVISOR, M.Shards(9, b"", b"")),
-        (M.Role.MOVER, M.List(BITMAP, 0, 1)), (M.Role.MOVER, M.Locate(4, [bytes(16)])),
+        (M.Role.MOVER, M.List(BITMAP, 0, 1)), (M.Role.MOVER, M.Locate(8, [bytes(16)])),
         (M.Role.MOVER, M.Freeze(5, BITMAP[:-1])), (M.Role.MOVER, M.Freeze(0, BITMAP)),
         (M.Role.MOVER, M.Adopt(5, BITMAP, b"")), (M.Role.MOVER, M.Finish(5, b"")),
     ],
