@@ -177,7 +177,8 @@ def test_issue_a_model_that_cannot_be_registered_leaves_the_others_be(
         assert [len(registry.registered(client, each)) for each in ("a", "b", "ranks")] == [1, 1, 0]
         client.delete(registry.value_key("b", "lmcache-server"))
         monkeypatch.setattr(told, "_due", 0.0)
-    assert len(caplog.records) == 1, "what cannot be is said once"
+    mine = [each for each in caplog.records if each.name == "simm.connectors.test"]  # threads of other tests log, too
+    assert len(mine) == 1, "what cannot be is said once"
     told.tell("names", lambda: under_names(SCHEME, [name, "c"]))
     assert told.settled(WAIT_S) and len(registry.registered(client, "c")) == 1, "a name among others"
     told.tell("none", lambda: of_lmcache.all_server_schemes(context, models[2:3]))
