@@ -86,9 +86,10 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
             (got,) = tries_within(lock, min(left, _LOOK_S))
         if got:
             try:
-                if ticket not in frames and session.broken:
-                    raise TransportError(session.broken)
-                session.frame_locked(ticket, items)
+                if ticket not in frames:  # else another thread has taken it in, and the session may be closed since
+                    if session.broken:
+                        raise TransportError(session.broken)
+                    session.frame_locked(ticket, items)
             finally:
                 lock.release()
         elif left <= 0.0:
