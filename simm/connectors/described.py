@@ -368,19 +368,23 @@ def _is_transparent(kind: type) -> bool:
     return kind.__itemsize__ == 0 and kind.__basicsize__ <= object.__basicsize__ + slots * _POINTER
 
 
+def contents_of(path: str) -> str:
+    """Return a digest of a file's contents; the path itself if it cannot be read.
+
+    Two hosts may have other files under one path, or the same file under two.
+    """
+    try:
+        return hashlib.blake2b(pathlib.Path(path).read_bytes(), digest_size=12).hexdigest()
+    except OSError:
+        return path
+
+
 def of_environment(names: Iterable[str]) -> dict[str, str]:
     """Return what these variables of the environment say, without those that are not set, or empty.
 
-    Of a variable that names a file the file's contents count: two hosts may have other files under one path.
+    Of a variable that names a file the file's contents count.
     """
-    found = {}
-    for name in names:
-        text = os.environ.get(name, "")
-        try:
-            found[name] = hashlib.blake2b(pathlib.Path(text).read_bytes(), digest_size=12).hexdigest()
-        except OSError:  # no file
-            found[name] = text
-    return {name: text for name, text in found.items() if text}
+    return {name: contents_of(text) for name in names if (text := os.environ.get(name, ""))}
 
 
 #: Settings of engines' loaders by which the same weights come faster, or are checked: threads and readers, who reads

@@ -7,13 +7,11 @@ backends of kernels, graphs, and formats that load the same weights in another w
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
-from ..described import of_environment, of_loader
+from ..described import contents_of, of_environment, of_loader
 
 #: Returns settings of the engine by name, as ``served_NAME``; nothing if they are not known.
 Served = Callable[..., dict[str, Any]]
@@ -75,18 +73,14 @@ def of_weights(served: Served) -> dict[str, Any]:
 def of_numbers(served: Served) -> dict[str, Any]:
     """Return how numbers are kept. Scales of an FP8 pool by the contents of their file, or its path if it is not read.
 
-    Two hosts may have other files under one path, or the same file under two. They may have GPUs that encode FP8 in
-    different ways, or for which kernels keep numbers in another order, too.
+    Two hosts may have GPUs that encode FP8 in different ways, or for which kernels keep numbers in another order.
     """
     known: dict[str, Any] = {
         **served(*_NUMBERS), **served(*RESOLVED), **of_environment(NUMBERS_VARIABLES), "fp8": _fp8(), "hip": _hip(),
     }  # fmt: skip
     path = served("quantization_param_path").get("served_quantization_param_path")
     if path:
-        try:
-            known["kv_scales"] = hashlib.blake2b(Path(path).read_bytes(), digest_size=12).hexdigest()
-        except OSError:
-            known["kv_scales"] = str(path)
+        known["kv_scales"] = contents_of(str(path))
     return known
 
 
