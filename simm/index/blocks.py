@@ -552,8 +552,8 @@ class Blocks:
         """Take one copy away of each block, all different. Return the slots of those that have none left, now empty."""
         counts, shift = self._held.columns["counts"], np.uint32(BITS * tier)
         self.removed += len(slots)
-        there = (counts[slots] >> shift & np.uint32(MOST)) > 0
-        now = counts[slots] - (there.astype(np.uint32) << shift)
+        now = counts[slots]
+        now -= ((now >> shift & np.uint32(MOST)) > 0).astype(np.uint32) << shift
         counts[slots] = now
         gone: Slots = slots[now == 0]
         self._drop(gone)

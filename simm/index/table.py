@@ -117,16 +117,13 @@ class Table:
 
     def _allocate(self, buckets: int) -> None:
         slots = buckets * BUCKET
-        keys, owners = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
-        columns: dict[str, NDArray[Any]] = {name: np.zeros(slots, kind) for name, kind in self._types.items()}
-        # Only now, as there may be no memory for one of them.
         self._buckets = buckets
-        self.keys: Keys = keys
-        self.owners: Owners = owners
-        self.columns = columns
+        self.keys: Keys = np.zeros(slots, np.uint64)
+        self.owners: Owners = np.zeros(slots, np.uint32)
         #: The same by buckets.
         self._rows_of_keys, self._rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
         self._of_buckets = np.uint64(buckets)
+        self.columns: dict[str, NDArray[Any]] = {name: np.zeros(slots, kind) for name, kind in self._types.items()}
         #: Slots that are not EMPTY, and those of them that hold an entry, also of an owner that is gone.
         self.used = 0
         self.entries = 0
