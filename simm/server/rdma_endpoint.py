@@ -227,8 +227,7 @@ class Endpoint(Service):
             peer.refuse(request_id, proto.text, proto.status)
             return
         if msg.namespace == OTHERS_NAMESPACE:
-            text = OTHERS_REFUSED
-            peer.refuse(request_id, text, Status.BAD_REQUEST)
+            peer.refuse(request_id, OTHERS_REFUSED, Status.BAD_REQUEST)
             return
         if lease.gate.bound:
             text = f"{lease.gate.token} is bound to namespaces, and RDMA reads the whole arena: use TCP"

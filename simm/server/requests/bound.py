@@ -48,9 +48,7 @@ def handler(store: Store, handlers: Handlers) -> Callable[[Session, ForNamespace
         number, words = namespaces.find(msg.name), store.shard_words.accepting
 
         def is_own(digest: bytes) -> bool:
-            if (slot := lookup(digest)) < 0:
-                return False
-            return entry(slot).namespace == number
+            return (slot := lookup(digest)) >= 0 and entry(slot).namespace == number
 
         items, keys, request_for = _parts(decode(Frame(msg.opcode, 0, 0, 0, msg.body)))
         store.apply_pending()
