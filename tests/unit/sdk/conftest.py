@@ -1,4 +1,4 @@
-"""Fixtures: no session of another test is left."""
+"""Fixtures: no session of another test is left; a client by TCP, of a cluster that has a value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from simm.client import Client
 from simm.ipc import session
+from tests.support.fake_cluster import ALL, FakeCluster
 
 
 @pytest.fixture
@@ -15,3 +17,12 @@ def nothing_retired() -> Iterator[None]:
     session.RETIRED.clear()
     yield
     session.RETIRED.clear()
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with FakeCluster(1) as cluster:
+        cluster.settled({0: ALL})
+        made = cluster.client("tcp")
+        assert made.put("k", b"v")
+        yield made

@@ -29,15 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 SILENT, DEADLINE_S = 40, 0.25
 
 
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with FakeCluster(1) as cluster:
-        cluster.settled({0: ALL})
-        made = cluster.client("tcp")
-        assert made.put("k", b"v")
-        yield made
-
-
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +10,10 @@ import pytest
 from simm.client import Client
 from simm.sdk import routing
 from tests.support.client_values import forked
-from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.waiting import WAIT_S, wait_until
 
 #: From 3.12 on CPython warns of every fork beside threads. Ours are the point of the tests.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with FakeCluster(1) as cluster:
-        cluster.settled({0: ALL})
-        made = cluster.client("tcp")
-        assert made.put("k", b"v")
-        yield made
 
 
 class Target:

@@ -21,7 +21,7 @@ from simm.tracing.slow import SlowLog
 from simm.wire import messages as M
 from simm.wire.epoch_messages import for_namespace
 from simm.wire.hello import client_hello
-from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.fake_cluster import ALL, FakeCluster, Node
 from tests.support.waiting import WAIT_S, wait_until
 
 #: What a data server can change while it runs (``simm/dataserver.py``).
@@ -95,15 +95,21 @@ def test_nothing_is_there_until_it_is_wanted(
     assert not [record for record in caplog.records if record.name == "simm.slow"]
 
 
-def test_a_line_names_the_session_and_the_trace(
-    cluster: FakeCluster, live: LiveSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def node(cluster: FakeCluster, live: LiveSettings, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """A node whose worker logs all requests, as each takes 2 ms."""
     node = cluster.nodes[0]
     with node.worker.frozen():
         follow_settings(live, node.worker.worker)
         switch(live, "1")
     now = itertools.count(0, 2_000_000)
     monkeypatch.setattr(slow, "_ns", lambda: next(now))
+    return node
+
+
+def test_a_line_names_the_session_and_the_trace(
+    cluster: FakeCluster, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     with contextlib.closing(cluster.client("shm", trace=0)) as client, context(f"00-{'ab' * 16}-{'cd' * 8}-01"):
         assert client.put("k", b"v")
         sessions = {f"{session:#x}" for session in node.worker.worker.peers}
@@ -112,15 +118,7 @@ def test_a_line_names_the_session_and_the_trace(
     assert about and {session for session, _ in about} <= sessions and ("ab" * 16) in {trace for _, trace in about}
 
 
-def test_a_line_names_what_a_stream_asks_for_a_bound_client(
-    cluster: FakeCluster, live: LiveSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = cluster.nodes[0]
-    with node.worker.frozen():
-        follow_settings(live, node.worker.worker)
-        switch(live, "1")
-    now = itertools.count(0, 2_000_000)
-    monkeypatch.setattr(slow, "_ns", lambda: next(now))
+def test_a_line_names_what_a_stream_asks_for_a_bound_client(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.closing(WorkerSession(node.worker.path, "default", WAIT_S, role=M.Role.STREAM)) as session:
         session.exchange(for_namespace("red", M.Delete([bytes(range(16))])))
     wait_until(lambda: "a worker's Delete took" in caplog.text, "its line")
