@@ -210,6 +210,22 @@ def test_issue_a_traced_wait_that_is_interrupted_frees_the_session(worker: Worke
     session.close()
 
 
+@pytest.mark.parametrize("ring", [True, False])
+def test_issue_an_answer_that_came_before_its_session_was_closed_is_used(worker: WorkerThread, ring: bool) -> None:
+    """Another thread takes it in and closes the session, and then this one has the lock: AttributeError."""
+    session = worker.session(ring=ring)
+    ticket = session.submit(M.Exists([KEY]))
+
+    def others() -> Iterator[bool]:
+        with session.lock:
+            session.frame_locked(ticket)
+        session.close()
+        yield session.lock.acquire()
+
+    session.tries = others()
+    assert take(session, ticket).statuses == [Status.NOT_FOUND]
+
+
 # -- what was sent ----------------------------------------------------------------------------------------
 
 
